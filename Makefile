@@ -1,0 +1,39 @@
+# Every target but help and clean first brings .venv up to date (a few milliseconds if it is).
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-fast check bench docs clean
+
+BIN := .venv/bin
+ARGS ?=
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: ## create .venv from requirements/cpu.lock and install the project in it
+	@.ci/setup.sh
+
+demo: install ## train, be killed in mid-rollout, restore, go on (about five minutes)
+	@$(BIN)/midflight demo $(ARGS)
+
+test: install ## the whole test suite: the fast tests, then those with real Ray, vLLM and Prefect
+	@.ci/test.sh $(ARGS)
+
+test-fast: install ## without the tests that start Ray, vLLM or Prefect (ARGS="-k word" picks some)
+	@$(BIN)/python -m pytest -m "not system and not benchmark" $(ARGS)
+
+check: install ## ruff, ruff format, mypy --strict, import-linter
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: install ## the benchmarks, as tables
+	@$(BIN)/python -m pytest benchmarks -m benchmark -s $(ARGS)
+
+docs: install ## write docs/configuration.md from the code
+	@$(BIN)/midflight config-reference > docs/configuration.md.new
+	@mv docs/configuration.md.new docs/configuration.md
+
+clean: ## remove .venv, caches and what the demo wrote; runs under .midflight/ stay
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -f demo-report.json demo-reward.svg docs/configuration.md.new
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -1,0 +1,101 @@
+"""Follows a flow run on the terminal: its states from Prefect, its steps and snapshots from the trace in the store."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager, suppress
+from uuid import UUID
+
+from prefect.client.orchestration import PrefectClient, get_client
+from prefect.client.schemas.objects import FlowRun
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from flows.deployments import cancel_flow_run
+from storage.errors import StoreError
+from storage.filesystem import open_store
+from storage.layout import RunLayout
+from storage.run_config import RunConfig
+from tasks.run_progress import RunProgress, TraceFollower
+
+POLL_S = 0.3
+LINE_EVERY_S = 10.0
+CANCEL_DEADLINE_S = 45.0
+
+Show = Callable[[RunProgress], None]
+
+
+async def follow(run: FlowRun, config: RunConfig, console: Console) -> FlowRun:
+    """Show progress until the flow run is over; returns it in its final state.
+
+    Interrupted (Ctrl-C), it cancels the flow run and waits until that has ended.
+    """
+    progress = RunProgress()
+    follower = TraceFollower(open_store(config.store.url), RunLayout(config.name))
+    async with get_client() as client:
+        with _display(config, console) as show:
+            try:
+                async for current in _states(client, run.id):
+                    with suppress(StoreError):  # the picture can wait for the store
+                        progress.add(await asyncio.to_thread(follower.poll))
+                    show(progress)
+                    if current.state is not None and current.state.is_final():
+                        return current
+            except asyncio.CancelledError:
+                console.print("Cancelling: the run publishes what is unfinished and can be continued.")
+                await _cancel(client, run.id)
+                raise
+    raise AssertionError("states end with a final one")
+
+
+async def _states(client: PrefectClient, flow_run_id: UUID) -> AsyncIterator[FlowRun]:
+    while True:
+        yield await client.read_flow_run(flow_run_id)
+        await asyncio.sleep(POLL_S)
+
+
+async def _cancel(client: PrefectClient, flow_run_id: UUID) -> None:
+    await cancel_flow_run(client, flow_run_id)
+    deadline = time.monotonic() + CANCEL_DEADLINE_S
+    while time.monotonic() < deadline:
+        run = await client.read_flow_run(flow_run_id)
+        if run.state is not None and run.state.is_final():
+            return
+        await asyncio.sleep(POLL_S)
+
+
+@contextmanager
+def _display(config: RunConfig, console: Console) -> Iterator[Show]:
+    """A bar on a terminal, a line now and then in a log."""
+    if not console.is_terminal:
+        yield _line_printer(config, console)
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("step {task.completed}/{task.total}"),
+        TextColumn("{task.fields[facts]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as bars:
+        bar = bars.add_task(config.name, total=config.algorithm.max_steps, facts="starting")
+        yield lambda progress: bars.update(bar, completed=progress.step, facts=facts(progress))
+
+
+def _line_printer(config: RunConfig, console: Console) -> Show:
+    printed_at, printed_step = 0.0, 0
+
+    def show(progress: RunProgress) -> None:
+        nonlocal printed_at, printed_step
+        now = time.monotonic()
+        if progress.step != printed_step and now - printed_at >= LINE_EVERY_S:
+            printed_at, printed_step = now, progress.step
+            console.print(f"{config.name}: step {progress.step}/{config.algorithm.max_steps}, {facts(progress)}")
+
+    return show
+
+
+def facts(progress: RunProgress) -> str:
+    """Reward and snapshots in a few words."""
+    reward = "no step yet" if progress.reward is None else f"reward {progress.reward:.3f}"
+    return f"{reward}, {progress.checkpoints} checkpoints, {progress.snapshots} snapshots"

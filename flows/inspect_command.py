@@ -1,0 +1,101 @@
+"""`midflight snapshots`, `verify` and `trace`: what the store says about a run. Nothing is started or changed."""
+
+from rich.console import Console
+from rich.table import Table
+
+from flows.tables import facts_table, shown, snapshots_table, verification_table
+from storage.audit import Audit
+from storage.errors import BrokenInvariant, NoRestorableState
+from storage.filesystem import Store, open_store
+from storage.layout import RunLayout
+from storage.trace_analysis import StopCost, batch_age, stop_cost
+from storage.trace_reader import Event, read_events
+from tasks.accounting import audit
+from tasks.bundle_checks import check_run, corruption, log_of
+
+
+def show_snapshots(run: str, store_url: str, console: Console, *, everything: bool) -> None:
+    """The bundles of a run. Raises NotFound."""
+    log = log_of(open_store(store_url), RunLayout(run))
+    console.print(snapshots_table(run, log, everything=everything))
+
+
+def verify_run(run: str, store_url: str, console: Console) -> None:
+    """Read everything. Raises SnapshotCorrupt naming each defect."""
+    checks = list(check_run(open_store(store_url), RunLayout(run)))
+    console.print(verification_table(run, checks))
+    error = corruption(run, checks)
+    if error is not None:
+        raise error
+
+
+def show_trace(run: str, store_url: str, console: Console, *, steps: int) -> None:
+    """Batch age, stops, audit. Raises NotFound; BrokenInvariant when the audit finds a broken promise."""
+    store, layout = open_store(store_url), RunLayout(run)
+    log_of(store, layout)
+    events = read_events(store, layout)
+    console.print(steps_table(events, steps=steps))
+    for number, cost in enumerate(stop_cost(store, layout), start=1):
+        console.print(facts_table(f"Stop {number}", stop_facts(cost)))
+    _show_audit(store, layout, console)
+
+
+def _show_audit(store: Store, layout: RunLayout, console: Console) -> None:
+    try:
+        found = audit(store, layout)
+    except NoRestorableState as error:
+        console.print(str(error))
+        return
+    console.print(facts_table("Exactly-once audit", audit_facts(found)))
+    if found.problems:
+        raise BrokenInvariant(f"the audit of run {layout.run} found: {'; '.join(found.problems)}")
+
+
+def steps_table(events: list[Event], *, steps: int) -> Table:
+    """The newest steps with batch age, reward and duration."""
+    reports = {int(e["step"]): e for e in events if e["event"] == "train_step"}
+    table = Table(title="Train steps", title_justify="left")
+    for column in ("step", "trained at version", "batch age", "tokens", "reward", "seconds"):
+        table.add_column(column, justify="right")
+    for age in batch_age(events)[-steps:]:
+        report = reports[age.step]
+        table.add_row(
+            str(age.step),
+            str(age.version),
+            f"{age.batch_age:.3f}",
+            shown(age.num_tokens),
+            f"{report['rewards_mean']:.3f}",
+            f"{report['seconds']:.3f}",
+        )
+    return table
+
+
+def stop_facts(cost: StopCost) -> dict[str, object]:
+    """What one stop cost, for people."""
+    restored = "the initial model" if cost.sequence is None else f"{cost.sequence:08d} at step {cost.step}"
+    return {
+        "restored from": restored,
+        "seconds until the next start": cost.down_s,
+        "seconds from there to the first dispatch": cost.to_first_dispatch_s,
+        "seconds between the cut and the stop": cost.lost_s,
+        "thrown-away attempt seconds": cost.thrown_away_s,
+        "steps to train again": cost.steps_lost,
+        "finished groups reused": cost.groups_reused,
+        "unfinished groups continued": cost.groups_unfinished,
+        "sealed siblings reused": cost.siblings_reused,
+        "siblings run again": cost.siblings_rerun,
+        "tokens kept": cost.tokens_kept,
+        "tokens lost": cost.tokens_lost,
+    }
+
+
+def audit_facts(found: Audit) -> dict[str, object]:
+    """The audit, for people."""
+    return {
+        "prompts up to the frontier": found.frontier,
+        **{f"owned: {owner}": count for owner, count in found.owners.items()},
+        "trained (prompt, generation) pairs": found.pairs_trained,
+        "trained twice": len(found.trained_twice),
+        "prompts skipped": len(found.skipped),
+        "steps rolled back by restores": found.steps_rolled_back,
+    }

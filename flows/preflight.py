@@ -1,0 +1,58 @@
+"""What can be known to be wrong before anything is started."""
+
+import asyncio
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from flows.home import Home
+from flows.service_state import read_state
+from gpu_workers.environments.tasks import build_task
+from storage.errors import ConfigurationError, RunAlreadyLive
+from storage.filesystem import open_store
+from storage.run_config import RunConfig
+
+
+def check(config: RunConfig) -> None:
+    """Task, model and store. Raises ConfigurationError or StoreUnsuitable; nothing was started."""
+    build_task(config.data)
+    model = config.policy.model
+    if model != "tiny" and not (Path(model).expanduser() / "config.json").is_file():
+        raise ConfigurationError(
+            f"policy.model is '{model}', but {Path(model) / 'config.json'} does not exist: "
+            "give 'tiny' or the folder of a Hugging Face model"
+        )
+    open_store(config.store.url, deadline_s=config.store.deadline_s).probe()
+
+
+def refuse_when_live(config: RunConfig, home: Home) -> None:
+    """Raises RunAlreadyLive when a driver holds the run in the Ray cluster that would be used."""
+    environment = _environment_of_running_ray(home)
+    if environment is None:
+        return
+    os.environ.update(environment)
+    # Ray and Prefect read their settings from the environment when they are imported.
+    import ray
+
+    from flows.driver import owner_is_gone
+    from tasks.ray_runtime import RayRuntime
+
+    async def refuse() -> None:
+        status = await RayRuntime(config.name, cache=home.cache).status()
+        if status is not None and status.driver is not None and not await owner_is_gone(status.driver):
+            raise RunAlreadyLive(
+                f"run '{config.name}' is live at step {status.train_steps}, driven by {status.driver}: "
+                "wait for it, cancel its flow run, or choose another name"
+            )
+
+    try:
+        asyncio.run(refuse())
+    finally:
+        ray.shutdown()
+
+
+def _environment_of_running_ray(home: Home) -> Mapping[str, str] | None:
+    state = read_state(home)
+    if state is not None and state.is_supervised() and state.status == "ready":
+        return state.environment(home)
+    return {} if os.environ.get("RAY_ADDRESS") else None

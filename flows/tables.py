@@ -1,0 +1,97 @@
+"""Tables of the command line: snapshots, verification, trace, and the panel of an error."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from storage.manifests import BrokenSlot, Manifest
+from tasks.bundle_checks import BundleCheck
+
+BUNDLES = ("trainer_checkpoint", "rollout_snapshot")
+
+
+def error_panel(error: BaseException) -> Panel:
+    """One clear message."""
+    return Panel(Text(str(error)), title=type(error).__name__, title_align="left", border_style="red")
+
+
+def snapshots_table(run: str, log: Sequence[Manifest | BrokenSlot], *, everything: bool) -> Table:
+    """The bundles of a run by age, or (`everything`) every slot of the log."""
+    retired = {sequence for slot in log if isinstance(slot, Manifest) for sequence in slot.retires}
+    table = Table(title=f"Run {run}", title_justify="left", box=SIMPLE_HEAD)
+    for column in ("#", "kind", "step", "published", "anchor", "unfinished", "sealed", "ready", "size"):
+        table.add_column(column, justify="left" if column in ("kind", "published") else "right", no_wrap=True)
+    for slot in log:
+        if isinstance(slot, BrokenSlot):
+            table.add_row(str(slot.sequence), f"[red]{slot.reason}[/red]")
+        elif everything or (slot.kind in BUNDLES and slot.sequence not in retired):
+            table.add_row(*_snapshot_row(slot), style="dim" if slot.sequence in retired else None)
+    return table
+
+
+def _snapshot_row(manifest: Manifest) -> list[str]:
+    kind = manifest.kind.removeprefix("trainer_").removeprefix("rollout_")
+    if manifest.kind not in BUNDLES:
+        return [str(manifest.sequence), kind, "", _moment(manifest.created_at)]
+    counts, anchor = manifest.counts, ""
+    if manifest.anchor is not None:
+        anchor = "initial" if manifest.anchor.sequence is None else str(manifest.anchor.sequence)
+    return [
+        str(manifest.sequence),
+        kind,
+        str(manifest.step),
+        _moment(manifest.created_at),
+        anchor,
+        *(str(counts.get(name, 0)) for name in ("ledger_groups", "sealed_siblings", "buffered_groups")),
+        size(sum(entry.bytes for entry in manifest.files)),
+    ]
+
+
+def verification_table(run: str, checks: Iterable[BundleCheck]) -> Table:
+    """What became of each bundle."""
+    table = Table(title=f"Verification of {run}", title_justify="left")
+    for column in ("sequence", "kind", "step", "rows", "size", "result"):
+        table.add_column(column, justify="left" if column in ("kind", "result") else "right")
+    for check in checks:
+        result = f"[red]{check.problem}[/red]" if check.problem else "[green]as published[/green]"
+        step = "" if check.step is None else str(check.step)
+        table.add_row(f"{check.sequence:08d}", check.kind, step, str(check.rows), size(check.bytes), result)
+    return table
+
+
+def facts_table(title: str, facts: Mapping[str, Any]) -> Table:
+    """Names and values, one a line."""
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    for name, value in facts.items():
+        table.add_row(name.replace("_", " "), shown(value))
+    return table
+
+
+def shown(value: Any) -> str:
+    """A value for people."""
+    if isinstance(value, float):
+        return f"{value:,.3f}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return str(value)
+
+
+def size(num_bytes: int) -> str:
+    """Bytes for people."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"
+
+
+def _moment(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).strftime("%d %b %H:%M:%S")

@@ -1,0 +1,203 @@
+"""Deployment `train`: restore the run, train it to its last step, take snapshots beside the training.
+
+A crash of this flow leaves the runtime alive; the next `train` of the run finds it and goes on. When the runtime is
+gone too, the next one restores from the store.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import prefect.runtime
+from prefect import flow
+from prefect.client.schemas.objects import FlowRun
+from prefect.deployments import arun_deployment
+
+from flows.config_files import resolved
+from flows.driver import Driver, owner_is_gone
+from flows.failures import RestoreFailed
+from flows.home import Home
+from flows.restore import restore
+from storage.errors import StaleIncarnation
+from storage.filesystem import open_store
+from storage.run_config import RunConfig
+from tasks.ray_runtime import RayRuntime
+from tasks.reports import TrainingReport
+from tasks.retries import first_cause
+from tasks.run_progress import progress_of
+from tasks.runtime import (
+    UNRESTORED_STATES,
+    OwnerIsGone,
+    Runtime,
+    RuntimeStatus,
+    close_runtime,
+    ensure_runtime,
+    held,
+    reached_end_of_data,
+)
+from tasks.snapshots import attempt_number, attempt_snapshot, publish_before_leaving
+from tasks.training import segment_end, train_steps
+
+HEARTBEATS_PER_LEASE = 4
+RESTORE_DEPLOYMENT = "restore/restore"
+
+RestoreRun = Callable[[RuntimeStatus], Awaitable[None]]
+
+
+@flow(name="train", flow_run_name="train-{config.name}", persist_result=False)
+async def train(config: RunConfig) -> dict[str, Any]:
+    """Train a run to `algorithm.max_steps`, from wherever its store says it stands."""
+    config = resolved(config)
+    driver = str(Driver.this_flow_run())
+
+    async def restore_run(status: RuntimeStatus) -> None:
+        if prefect.runtime.deployment.id:
+            await restore_by_deployment(config, driver, status.incarnation)
+        else:
+            await restore(config, driver)
+
+    runtime = RayRuntime(config.name, cache=Home.current().cache)
+    return await drive(config, runtime, driver=driver, restore_run=restore_run, owner_is_gone=owner_is_gone)
+
+
+async def drive(
+    config: RunConfig, runtime: Runtime, *, driver: str, restore_run: RestoreRun, owner_is_gone: OwnerIsGone
+) -> dict[str, Any]:
+    """Hold the run's runtime, restore it if nothing runs in it yet, train, close it."""
+    status = await ensure_runtime(runtime, config, driver, owner_is_gone)
+    async with held(runtime, driver, every_s=config.cluster.driver_lease_s / HEARTBEATS_PER_LEASE):
+        if status.state in UNRESTORED_STATES:
+            await restore_run(status)
+            status = await _restored_status(runtime)
+        loops = TrainingLoops(config, runtime, status, await asyncio.to_thread(_report, config))
+        try:
+            summary = await loops.run()
+        except asyncio.CancelledError:
+            await publish_before_leaving(runtime, status.incarnation)
+            raise
+        closed = await close_runtime(runtime, config.rollout_checkpointing.enabled)
+        return {**summary, "closed": closed}
+
+
+async def restore_by_deployment(config: RunConfig, driver: str, incarnation: str) -> None:
+    """Run the `restore` deployment as a child, so that it can be retried at its failed link from the UI.
+
+    A retried `train` finds the child of its earlier try, and makes a new one if that child had failed by then.
+    """
+    this = prefect.runtime.flow_run
+    key = f"restore-of-{this.id}-{incarnation}"
+    child = await _child(config, driver, key)
+    if _failed_before(child, this.scheduled_start_time) and this.run_count > 1:
+        child = await _child(config, driver, f"{key}-{this.run_count}")
+    if child.state is None or not child.state.is_completed():
+        reason = child.state.message if child.state is not None else "it has no state"
+        raise RestoreFailed(f"flow run {child.name} ({child.id}) did not restore {config.name}: {reason}")
+
+
+async def _child(config: RunConfig, driver: str, key: str) -> FlowRun:
+    return await arun_deployment(
+        RESTORE_DEPLOYMENT,
+        parameters={"config": config.model_dump(mode="json"), "driver": driver},
+        flow_run_name=f"restore-{config.name}",
+        as_subflow=True,
+        idempotency_key=key,
+        poll_interval=0.5,
+    )
+
+
+def _failed_before(child: FlowRun, moment: datetime | None) -> bool:
+    ended = child.end_time
+    failed = child.state is not None and child.state.is_final() and not child.state.is_completed()
+    return failed and moment is not None and ended is not None and ended < moment
+
+
+async def _restored_status(runtime: Runtime) -> RuntimeStatus:
+    status = await runtime.status()
+    if status is None or status.state in UNRESTORED_STATES:
+        raise StaleIncarnation(f"run {runtime.run}: its runtime ended right after the restore; start `train` again")
+    return status
+
+
+def _report(config: RunConfig) -> TrainingReport:
+    store = open_store(config.store.url, deadline_s=config.store.deadline_s)
+    earlier = sorted(progress_of(store, config.name).rewards.items())
+    return TrainingReport(config.name, max_steps=config.algorithm.max_steps, earlier=earlier)
+
+
+@dataclass(slots=True)
+class _Counts:
+    steps: int
+    snapshots: int = 0
+    skipped: int = 0
+    reward: float | None = None
+
+
+class TrainingLoops:
+    """Two loops beside each other: segments of train steps, and snapshot attempts until the steps are done."""
+
+    def __init__(self, config: RunConfig, runtime: Runtime, status: RuntimeStatus, report: TrainingReport) -> None:
+        self._config = config
+        self._runtime = runtime
+        self._incarnation = status.incarnation
+        self._report = report
+        self._trained = asyncio.Event()
+        self._counts = _Counts(steps=status.train_steps)
+
+    async def run(self) -> dict[str, Any]:
+        """Both loops to their end. Raises what the first of them failed with."""
+        failure: BaseException | None = None
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._train(), name="segments")
+                if self._config.rollout_checkpointing.enabled:
+                    group.create_task(self._snapshot(), name="snapshot attempts")
+        except BaseExceptionGroup as errors:
+            failure = first_cause(errors)
+        if failure is not None:  # raised here, so that its own cause stays attached to it
+            raise failure
+        counts = self._counts
+        return {
+            "steps": counts.steps,
+            "snapshots": counts.snapshots,
+            "skipped_attempts": counts.skipped,
+            "reward": counts.reward,
+        }
+
+    async def _train(self) -> None:
+        """Takes step numbers, gives reports to the artifacts, waits for the controller."""
+        max_steps, step_s = self._config.algorithm.max_steps, None
+        while self._counts.steps < max_steps:
+            first = self._counts.steps + 1
+            last = segment_end(first, max_steps=max_steps, step_s=step_s)
+            started = time.perf_counter()
+            reports = await train_steps(self._runtime, first, last, self._incarnation)
+            step_s = (time.perf_counter() - started) / max(1, len(reports))
+            await self._publish(reports)
+            if reached_end_of_data(reports) or not reports:
+                break
+        self._trained.set()
+
+    async def _publish(self, reports: list[dict[str, Any]]) -> None:
+        if reports:
+            self._counts.steps = int(reports[-1]["step"])
+            self._counts.reward = reports[-1].get("rewards_mean", self._counts.reward)
+        await self._report.add(reports)
+
+    async def _snapshot(self) -> None:
+        """Takes the time, gives numbered attempts to the controller, until the steps are trained."""
+        while not await self._trained_within(self._config.rollout_checkpointing.interval_s):
+            outcome = await attempt_snapshot(self._runtime, attempt_number(), False, self._incarnation)
+            if outcome["outcome"] == "completed":
+                self._counts.snapshots += 1
+            else:
+                self._counts.skipped += 1
+
+    async def _trained_within(self, seconds: float) -> bool:
+        try:
+            await asyncio.wait_for(self._trained.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True

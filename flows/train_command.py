@@ -1,0 +1,62 @@
+"""`midflight train`: services, deployment, one `train` flow run, followed to its end."""
+
+import asyncio
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import httpx
+from rich.console import Console
+
+from flows.failures import ServicesFailed, TrainFailed
+from flows.home import Home
+from flows.local_services import local_services
+from flows.preflight import check, refuse_when_live
+from flows.service_state import ServiceState, read_state
+from storage.run_config import RunConfig
+
+
+def train_run(config: RunConfig, console: Console) -> None:
+    """Train `config`'s run from where it stands to its end. Raises TrainFailed with the flow run's reason."""
+    home = Home.current()
+    check(config)
+    refuse_when_live(config, home)
+    with deployed_services(home, console) as state:
+        asyncio.run(_train(config, state, console))
+
+
+@contextmanager
+def deployed_services(home: Home, console: Console) -> Iterator[ServiceState]:
+    """Services with the deployments in place; this process's environment leads to them from now on."""
+    with ExitStack() as stack:
+        with console.status("Starting Prefect and Ray"):
+            state = stack.enter_context(local_services(home, os.environ))
+            os.environ.update(state.environment(home))
+        with console.status("Deploying the flows"):
+            # Prefect reads its settings from the environment when it is imported.
+            from flows.deployments import deploy
+
+            deploy()
+        try:
+            yield state
+        except httpx.HTTPError as error:
+            now = read_state(home)
+            detail = now.detail if now is not None else ""
+            raise ServicesFailed(f"Prefect at {state.prefect_api_url} does not answer ({error!r}). {detail}") from error
+
+
+async def _train(config: RunConfig, state: ServiceState, console: Console) -> None:
+    from flows.deployments import TRAIN, failure_of, is_completed, start_flow_run
+    from flows.following import follow
+
+    run = await start_flow_run(TRAIN, {"config": config.model_dump(mode="json")}, name=f"train-{config.name}")
+    console.print(f"Flow run {run.name}: {ui_url(state, str(run.id))}", soft_wrap=True)
+    ended = await follow(run, config, console)
+    if not is_completed(ended):
+        raise TrainFailed(failure_of(ended))
+    console.print(f"{config.name} is trained; its store is {config.store.url}")
+
+
+def ui_url(state: ServiceState, flow_run_id: str) -> str:
+    """Where the Prefect UI shows a flow run."""
+    return f"{state.prefect_api_url.removesuffix('/api')}/runs/flow-run/{flow_run_id}"

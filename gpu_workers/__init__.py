@@ -1,0 +1,1 @@
+"""The runtime: the single controller and its workers."""

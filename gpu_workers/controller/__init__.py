@@ -1,0 +1,1 @@
+"""The single controller's parts: no torch, vLLM or Prefect."""

@@ -1,0 +1,182 @@
+"""Runs one prompt group to its end: dispatch, seal each sibling, retry what failed, finalize, or give up."""
+
+import asyncio
+import contextlib
+from typing import Any
+
+from gpu_workers.controller.failures import FailurePolicy
+from gpu_workers.controller.finalizer import Finalizer
+from gpu_workers.controller.parts import RolloutParts
+from gpu_workers.controller.ports import Generator, GroupOrder, SiblingOrder, SiblingResult
+from storage.errors import BrokenInvariant, InfrastructureFailure
+from storage.records import (
+    DroppedPrompt,
+    GroupStatus,
+    LedgerGroup,
+    Prompt,
+    RowKind,
+    SealedSibling,
+    Sibling,
+    rollout_id,
+)
+
+
+class GroupRunner:
+    """Executes ledger groups on the generators. Everything it learns is recorded in one mutation each."""
+
+    def __init__(self, parts: RolloutParts, generator: Generator, finalizer: Finalizer) -> None:
+        self._parts = parts
+        self._generator = generator
+        self._finalizer = finalizer
+        self._policy = FailurePolicy(parts.config)
+
+    async def run(self, group_id: str) -> None:
+        """Run a group, and then whichever spare prompts take its place, until one is published or none is left."""
+        current: str | None = group_id
+        while current is not None:
+            current = await self._run_one(current)
+
+    async def _run_one(self, group_id: str) -> str | None:
+        """Publish the group (None), or give it up (the id of its replacement, if any)."""
+        ledger = self._parts.ledger
+        prompt = self._parts.source.load(ledger.group(group_id).prompt)
+        while ledger.group(group_id).status is GroupStatus.GENERATING:
+            pause_s = self._pause_before_attempt(ledger.group(group_id))
+            if pause_s:
+                await asyncio.sleep(pause_s)
+            message = await self._attempt(group_id, prompt)
+            spent = next((s for s in ledger.group(group_id).siblings if self._policy.is_spent(s)), None)
+            if spent is not None:
+                return await self._give_up(group_id, spent, message)
+        await self._finalizer.finalize(group_id)
+        return None
+
+    def _pause_before_attempt(self, group: LedgerGroup) -> float:
+        return max(self._policy.pause_s(s) for s in group.siblings if s.sealed is None)
+
+    async def _attempt(self, group_id: str, prompt: Prompt) -> str:
+        """Dispatch every unsealed sibling once. Returns the last failure's message, empty when all were sealed."""
+        async with self._parts.barrier.mutation("dispatch") as mutation:
+            running = self._parts.ledger.dispatch(mutation, group_id)
+        for sibling in running:
+            self._record("attempt_dispatched", group_id, sibling, prompt)
+        asked = tuple(SiblingOrder(s.generation_index, s.attempt) for s in running)
+        order = GroupOrder(group_id, prompt, asked)
+        message = ""
+        try:
+            async with asyncio.timeout(self._parts.config.async_rl.rollout_timeout_s):
+                # Closed at once when the deadline passes, not when the garbage collector finds it.
+                async with contextlib.aclosing(self._generator.generate(order)) as results:
+                    async for result in results:
+                        message = await self._receive(group_id, result, prompt) or message
+        except TimeoutError:
+            message = f"no result within async_rl.rollout_timeout_s {self._parts.config.async_rl.rollout_timeout_s}"
+            with contextlib.suppress(InfrastructureFailure):
+                await self._generator.abort(group_id)
+        except InfrastructureFailure as failure:
+            message = str(failure)
+        for unanswered in asked:
+            if self._is_owed(group_id, unanswered.generation_index, unanswered.attempt):
+                message = message or "the generator ended the group without a result for this sibling"
+                await self._abandon(group_id, unanswered.generation_index, message, infrastructure=True)
+        return message
+
+    async def _receive(self, group_id: str, result: SiblingResult, prompt: Prompt) -> str:
+        """Seal a sibling or count its failure. Results of attempts that are no longer owed are ignored."""
+        index = result.generation_index
+        if not self._is_owed(group_id, index, result.attempt):
+            return ""
+        if result.failure is not None:
+            message = result.failure.message
+            await self._abandon(group_id, index, message, infrastructure=result.failure.infrastructure)
+            return message
+        if result.calls is None or result.calls.num_rows == 0:
+            raise BrokenInvariant(f"sibling {rollout_id(group_id, index)} returned neither calls nor a failure")
+        sealed = SealedSibling(
+            call_keys=tuple(result.calls.column("row_id").to_pylist()),
+            digests=tuple(result.calls.column("digest").to_pylist()),
+            reward=result.reward,
+            masked=result.masked,
+            num_tokens=sum(len(tokens) for tokens in result.calls.column("token_ids").to_pylist()),
+        )
+        async with self._parts.barrier.mutation("seal") as mutation:
+            self._parts.rows.put(mutation, RowKind.STAGED_CALL, result.calls)
+            self._parts.ledger.seal(mutation, group_id, index, sealed)
+        sibling = self._parts.ledger.group(group_id).siblings[index]
+        facts = {"reward": sealed.reward, "num_tokens": sealed.num_tokens, "digest": sealed.digests[-1]}
+        self._record("attempt_sealed", group_id, sibling, prompt, **facts)
+        return ""
+
+    def _is_owed(self, group_id: str, generation_index: int, attempt: int) -> bool:
+        ledger = self._parts.ledger
+        current = ledger.is_current(group_id, generation_index, attempt)
+        return current and ledger.group(group_id).siblings[generation_index].sealed is None
+
+    async def _abandon(self, group_id: str, generation_index: int, message: str, *, infrastructure: bool) -> None:
+        attempt = self._parts.ledger.group(group_id).siblings[generation_index].attempt
+        async with self._parts.barrier.mutation("abandon") as mutation:
+            self._parts.ledger.abandon(mutation, group_id, generation_index, infrastructure=infrastructure)
+        self._parts.trace.record(
+            "attempt_abandoned",
+            rollout_id=rollout_id(group_id, generation_index),
+            attempt=attempt,
+            reason="infrastructure" if infrastructure else "data",
+            message=message[:500],
+        )
+
+    async def _give_up(self, group_id: str, spent: Sibling, message: str) -> str | None:
+        """Discard a group whose budget is spent and, in the same mutation, fill or shrink its place."""
+        parts, state = self._parts, self._parts.state
+        async with parts.barrier.mutation("give_up") as mutation:
+            group = parts.ledger.group(group_id)
+            self._policy.require_skippable(
+                group_id,
+                already_skipped=len(state.dropped),
+                infrastructure=self._policy.is_infrastructure_spent(spent),
+                message=message,
+            )
+            replaces = parts.config.async_rl.on_dropped_prompt == "replace" and bool(state.spares)
+            stamp = group.target_step
+            if not replaces and stamp is not None:
+                shortfall = state.shortfall.get(stamp, 0) + 1
+                self._policy.require_step_size(stamp, shortfall=shortfall)
+                state.shortfall[stamp] = shortfall
+            parts.ledger.discard(mutation, group_id)
+            sealed = [s.sealed for s in group.siblings if s.sealed is not None]
+            parts.rows.remove(mutation, [key for result in sealed for key in result.call_keys])
+            state.dropped.append(DroppedPrompt(group.prompt, message[:500], stamp))
+            replacement = None
+            if replaces:
+                replacement = parts.ledger.replace_dropped(mutation, group, state.spares.popleft())
+        parts.trace.record("prompt_dropped", group_id=group_id, reason=message[:500])
+        if replacement is not None:
+            self._record_replacement(replacement)
+        state.changed.notify()
+        return replacement.group_id if replacement else None
+
+    def _record_replacement(self, group: LedgerGroup) -> None:
+        """A spare prompt is reserved and admitted at once, in the place of the dropped one."""
+        self._parts.trace.record(
+            "group_reserved",
+            group_id=group.group_id,
+            prompt_id=group.prompt.prompt_id,
+            epoch=group.prompt.epoch,
+            batch=group.batch,
+        )
+        self._parts.trace.record(
+            "group_admitted",
+            group_id=group.group_id,
+            target_step=group.target_step,
+            start_version=group.start_version,
+        )
+
+    def _record(self, event: str, group_id: str, sibling: Sibling, prompt: Prompt, **facts: Any) -> None:
+        self._parts.trace.record(
+            event,
+            rollout_id=rollout_id(group_id, sibling.generation_index),
+            attempt=sibling.attempt,
+            prompt_id=prompt.ref.prompt_id,
+            epoch=prompt.ref.epoch,
+            generation_index=sibling.generation_index,
+            **facts,
+        )

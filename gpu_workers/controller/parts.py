@@ -1,0 +1,76 @@
+"""What the pumps, the snapshotter and the restorer share: finished parts, and the one state that they change."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from gpu_workers.controller.barrier import Cut, DataPlaneBarrier
+from gpu_workers.controller.ports import Trace
+from gpu_workers.controller.prompt_source import PromptSource
+from gpu_workers.controller.recovery_ledger import RecoveryLedger
+from gpu_workers.controller.replay_buffer import ReplayBuffer
+from gpu_workers.controller.row_store import DataPlane
+from gpu_workers.controller.sampler import Sampler
+from gpu_workers.controller.signal import Signal
+from storage.records import DroppedPrompt, Progress, PromptRef, TrainedGroup
+from storage.run_config import RunConfig
+
+
+@dataclass(slots=True)
+class RolloutRuntimeState:
+    """State that pumps change and every checkpoint saves, plus what the loops wait for.
+
+    `generator_version` is the weight version the generators hold; dispatch is gated on it, so that with lookahead 0
+    no token is sampled from weights that are about to be replaced. `failure` ends the run.
+    """
+
+    train_steps: int = 0
+    trainer_version: int = 0
+    generator_version: int = 0
+    stamps: bool | None = None
+    next_batch: int = 0
+    next_order: int = 0
+    shortfall: dict[int, int] = field(default_factory=dict)
+    spares: deque[PromptRef] = field(default_factory=deque)
+    dropped: list[DroppedPrompt] = field(default_factory=list)
+    trained: list[TrainedGroup] = field(default_factory=list)
+    in_commit_window: bool = False
+    parked: bool = False
+    failure: BaseException | None = None
+    changed: Signal = field(default_factory=Signal)
+
+    def fail(self, error: BaseException) -> None:
+        """Remember the first failure that ends the run and wake everybody."""
+        if self.failure is None:
+            self.failure = error
+        self.changed.notify()
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutParts:
+    """The parts of one controller; of these only `state` is written by more than its owner."""
+
+    config: RunConfig
+    source: PromptSource
+    sampler: Sampler
+    ledger: RecoveryLedger
+    buffer: ReplayBuffer
+    rows: DataPlane
+    barrier: DataPlaneBarrier
+    trace: Trace
+    state: RolloutRuntimeState
+
+    def progress(self, cut: Cut) -> Progress:
+        """Counters and cursors as they are under this cut."""
+        cut.require_live()
+        state = self.state
+        return Progress(
+            train_steps=state.train_steps,
+            trainer_version=state.trainer_version,
+            source=self.source.position,
+            sampler=self.sampler.name,
+            sampler_cursor=self.sampler.cursor,
+            stamps=state.stamps,
+            next_batch=state.next_batch,
+            next_order=state.next_order,
+            shortfall=dict(state.shortfall),
+        )

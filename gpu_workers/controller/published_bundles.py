@@ -1,0 +1,76 @@
+"""One run's bundles in its store: publish with retention, read back verified. Blocking; called from threads."""
+
+import threading
+from dataclasses import replace
+
+from gpu_workers.controller.owed import without_rows
+from storage.filesystem import Store
+from storage.layout import RunLayout
+from storage.manifests import Manifest, ManifestLog, decode_manifest
+from storage.retention import retain
+from storage.run_config import CheckpointingConfig, RolloutCheckpointingConfig
+from storage.snapshot_reader import RestoredBundle, read_bundle
+from storage.snapshot_writer import CapturedBundle, SnapshotWriter
+
+
+class PublishedBundles:
+    """The only writer of its run: it has claimed the manifest log, so that an older controller is fenced."""
+
+    def __init__(
+        self,
+        store: Store,
+        layout: RunLayout,
+        log: ManifestLog,
+        *,
+        checkpointing: CheckpointingConfig,
+        snapshots: RolloutCheckpointingConfig,
+    ) -> None:
+        self._store = store
+        self._layout = layout
+        self._log = log
+        self._checkpointing = checkpointing
+        self._snapshots = snapshots
+        self._writer = SnapshotWriter(store, layout, log)
+        self._lock = threading.Lock()
+        self._prefixes = 0
+
+    def publish(self, bundle: CapturedBundle) -> Manifest:
+        """Parts and state tables, then the manifest, then retention (never without a publication).
+
+        With `checkpointing.save_data_plane` off, a trainer checkpoint owes its groups again instead of holding rows.
+        """
+        if bundle.kind == "trainer_checkpoint" and not self._checkpointing.save_data_plane:
+            level = bundle.config.rollout_recovery.target_level
+            bundle = replace(bundle, state=without_rows(bundle.state, bundle.rows, level), rows={})
+        with self._lock:
+            manifest = self._writer.write(bundle)
+            retain(
+                self._store,
+                self._layout,
+                self._log,
+                keep_checkpoints=self._checkpointing.keep,
+                keep_per_anchor=self._snapshots.keep_per_anchor,
+                pinned=self._writer.pinned_parts(),
+            )
+            return manifest
+
+    def checkpoint_prefix(self, step: int) -> str:
+        """Where the model files of a trainer checkpoint go. Unique: the checkpoint of a try whose outcome is unknown
+        may be published, and its files must not be overwritten by the next try.
+        """
+        self._prefixes += 1
+        return self._layout.checkpoint(step, f"{self._log.writer}-{self._prefixes}")
+
+    def manifest(self, sequence: int) -> Manifest:
+        """The manifest in one slot of the log."""
+        path = self._layout.manifest(sequence)
+        return decode_manifest(self._store.read(path), path)
+
+    def read(self, sequence: int) -> RestoredBundle:
+        """Records and rows of one bundle, every byte verified."""
+        return read_bundle(self._store, self._layout, self.manifest(sequence))
+
+    def adopt(self, bundle: RestoredBundle) -> None:
+        """Restored rows lie in published parts already: they are referred to, not written again."""
+        with self._lock:
+            self._writer.adopt(bundle.placements)

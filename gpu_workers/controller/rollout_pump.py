@@ -1,0 +1,138 @@
+"""The rollout pump: takes prompts from the source, promises them in the ledger, and runs their groups to the end.
+
+Takes from: prompt source, restored ledger. Gives to: replay buffer (through the finalizer). Waits for: admission by the
+sampler, capacity.
+"""
+
+import asyncio
+
+from gpu_workers.controller.barrier import Mutation
+from gpu_workers.controller.group_runner import GroupRunner
+from gpu_workers.controller.parts import RolloutParts
+from storage.records import GroupPhase, LedgerGroup, PromptRef
+
+
+class RolloutPump:
+    """One loop. Restored unfinished work is launched before any new prompt is taken."""
+
+    def __init__(self, parts: RolloutParts, runner: GroupRunner) -> None:
+        self._parts = parts
+        self._runner = runner
+        self._running: set[str] = set()
+        self._step_size = parts.config.algorithm.num_prompts_per_step
+
+    @property
+    def running(self) -> int:
+        """Groups launched and not finished."""
+        return len(self._running)
+
+    async def run(self) -> None:
+        """Run until every prompt is taken and every group has left the ledger. An error of one group ends all."""
+        async with asyncio.TaskGroup() as tasks:
+            await self._launch_restored(tasks)
+            while batch := await self._reserve_batch():
+                await self._admit_and_launch(tasks, batch[0].batch)
+
+    async def _launch_restored(self, tasks: asyncio.TaskGroup) -> None:
+        """Admitted groups first, with their saved stamps; then reserved ones, one admission per original batch.
+
+        The other order deadlocks: a reserved batch may wait for the step that the admitted groups complete.
+        """
+        groups = self._parts.ledger.groups()
+        for group in groups:
+            self._parts.trace.record(
+                "redispatched",
+                group_id=group.group_id,
+                siblings=[s.generation_index for s in group.siblings if s.sealed is None],
+            )
+        for group in groups:
+            if group.phase is GroupPhase.ADMITTED:
+                await self._launch(tasks, group)
+        for batch in sorted({g.batch for g in groups if g.phase is GroupPhase.RESERVED}):
+            await self._admit_and_launch(tasks, batch)
+
+    async def _reserve_batch(self) -> list[LedgerGroup]:
+        """Take one batch and own it in the same mutation; empty at the end of the data."""
+        parts = self._parts
+        await parts.state.changed.wait_for(lambda: not parts.state.parked)
+        await self._refill_spares()
+        async with parts.barrier.mutation("reserve_batch") as mutation:
+            prompts = parts.source.take(mutation, self._step_size)
+            missing = self._step_size - len(prompts)
+            if missing and len(parts.state.spares) >= missing:
+                prompts += [parts.state.spares.popleft() for _ in range(missing)]
+            groups = self._reserve(mutation, prompts)
+        for group in groups:
+            parts.trace.record(
+                "group_reserved",
+                group_id=group.group_id,
+                prompt_id=group.prompt.prompt_id,
+                epoch=group.prompt.epoch,
+                batch=group.batch,
+            )
+        return groups
+
+    def _reserve(self, mutation: Mutation, prompts: list[PromptRef]) -> list[LedgerGroup]:
+        state, config = self._parts.state, self._parts.config
+        batch, state.next_batch = state.next_batch, state.next_batch + bool(prompts)
+        first, state.next_order = state.next_order, state.next_order + len(prompts)
+        return [
+            self._parts.ledger.reserve(
+                mutation,
+                prompt,
+                level=config.rollout_recovery.target_level,
+                batch=batch,
+                order=order,
+                size=config.algorithm.num_generations_per_prompt,
+            )
+            for order, prompt in enumerate(prompts, start=first)
+        ]
+
+    async def _refill_spares(self) -> None:
+        """Keep spare prompts in hand, once it is known that the sampler stamps steps."""
+        parts, wanted = self._parts, self._parts.config.async_rl
+        if not parts.state.stamps or wanted.on_dropped_prompt != "replace":
+            return
+        missing = wanted.spare_prompts - len(parts.state.spares)
+        if missing > 0 and not parts.source.exhausted:
+            async with parts.barrier.mutation("refill_spares") as mutation:
+                parts.state.spares.extend(parts.source.take(mutation, missing))
+
+    async def _admit_and_launch(self, tasks: asyncio.TaskGroup, batch: int) -> None:
+        parts, state = self._parts, self._parts.state
+        await state.changed.wait_for(lambda: not state.parked and parts.sampler.may_admit(state.generator_version))
+        async with parts.barrier.mutation("admit") as mutation:
+            stamp = parts.sampler.admit(mutation)
+            groups = parts.ledger.admit(mutation, batch, target_step=stamp, start_version=state.generator_version)
+            state.stamps = stamp is not None
+            if stamp is not None and len(groups) < self._step_size:
+                state.shortfall[stamp] = self._step_size - len(groups)
+        for group in groups:
+            parts.trace.record(
+                "group_admitted",
+                group_id=group.group_id,
+                target_step=group.target_step,
+                start_version=group.start_version,
+            )
+        for group in groups:
+            await self._launch(tasks, group)
+
+    async def _launch(self, tasks: asyncio.TaskGroup, group: LedgerGroup) -> None:
+        await self._parts.state.changed.wait_for(lambda: self._has_room(group))
+        self._running.add(group.group_id)
+        tasks.create_task(self._run(group.group_id), name=f"group {group.group_id}")
+
+    async def _run(self, group_id: str) -> None:
+        try:
+            await self._runner.run(group_id)
+        finally:
+            self._running.discard(group_id)
+            self._parts.state.changed.notify()
+
+    def _has_room(self, group: LedgerGroup) -> bool:
+        """Capacity is derived from its owners. A group of the step in training always may run: others wait for it."""
+        state, config = self._parts.state, self._parts.config
+        if state.parked or self.running >= config.generation.max_inflight_groups:
+            return False
+        needed_now = group.target_step is not None and group.target_step <= state.trainer_version
+        return needed_now or self.running + len(self._parts.buffer) < config.buffer_capacity

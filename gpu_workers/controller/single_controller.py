@@ -1,0 +1,250 @@
+"""The single controller: builds the parts, owns the loops, answers verbs.
+
+    empty --restore links--> restoring --start--> running <--park/unpark--> parked
+    any --failure--> failed;  any --close--> ended
+
+It moves metadata only. It knows neither Ray nor Prefect; `controller_actor.py` makes it an actor.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any
+
+from gpu_workers.controller.barrier import DataPlaneBarrier
+from gpu_workers.controller.finalizer import Finalizer
+from gpu_workers.controller.group_runner import GroupRunner
+from gpu_workers.controller.parts import RolloutParts, RolloutRuntimeState
+from gpu_workers.controller.ports import Generator, Trace, Trainer
+from gpu_workers.controller.prompt_source import Dataset, PromptSource
+from gpu_workers.controller.published_bundles import PublishedBundles
+from gpu_workers.controller.recovery_ledger import RecoveryLedger
+from gpu_workers.controller.replay_buffer import ReplayBuffer
+from gpu_workers.controller.restorer import LINKS, RestorePlan, RolloutRestorer
+from gpu_workers.controller.rollout_pump import RolloutPump
+from gpu_workers.controller.row_store import RowStore
+from gpu_workers.controller.sampler import build_sampler
+from gpu_workers.controller.snapshotter import RolloutSnapshotter, SnapshotOutcome
+from gpu_workers.controller.train_pump import TrainPump
+from gpu_workers.controller.weight_sync import WeightSync
+from storage.errors import BrokenInvariant, StaleIncarnation
+from storage.identity import identity
+from storage.manifests import Anchor
+from storage.run_config import RunConfig
+
+
+class ControllerState(StrEnum):
+    """Where a controller is in its life."""
+
+    EMPTY = "empty"
+    RESTORING = "restoring"
+    RUNNING = "running"
+    PARKED = "parked"
+    FAILED = "failed"
+    ENDED = "ended"
+
+
+class SingleController:
+    """One run's rollout pump, train pump, snapshots and restore, behind a few verbs."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        dataset: Dataset,
+        trainer: Trainer,
+        generator: Generator,
+        bundles: PublishedBundles,
+        trace: Trace,
+    ) -> None:
+        source = PromptSource(
+            dataset, num_epochs=config.data.num_epochs, seed=config.data.seed, shuffle=config.data.shuffle
+        )
+        self.parts = RolloutParts(
+            config=config,
+            source=source,
+            sampler=build_sampler(config),
+            ledger=RecoveryLedger(),
+            buffer=ReplayBuffer(),
+            rows=RowStore(),
+            barrier=DataPlaneBarrier(),
+            trace=trace,
+            state=RolloutRuntimeState(),
+        )
+        self._bundles = bundles
+        self._weight_sync = WeightSync(self.parts, trainer, generator)
+        self._train_pump = TrainPump(self.parts, trainer, self._weight_sync)
+        runner = GroupRunner(self.parts, generator, Finalizer(self.parts))
+        self._rollout_pump = RolloutPump(self.parts, runner)
+        fingerprint = identity(config).fingerprint
+        self._snapshotter = RolloutSnapshotter(self.parts, trainer, bundles, identity=fingerprint)
+        self._restorer = RolloutRestorer(self.parts, trainer, self._weight_sync, bundles)
+        self._train_lock = asyncio.Lock()
+        self._restore_lock = asyncio.Lock()
+        self._started: tuple[RestorePlan, Mapping[str, Any]] | None = None
+        self._rollouts: asyncio.Task[None] | None = None
+        self._checkpointed_step = 0
+        self._state = ControllerState.EMPTY
+
+    @property
+    def state(self) -> ControllerState:
+        """Where the controller is in its life."""
+        if self.parts.state.failure is not None and self._state is not ControllerState.ENDED:
+            return ControllerState.FAILED
+        if self._state is ControllerState.RUNNING and self.parts.state.parked:
+            return ControllerState.PARKED
+        return self._state
+
+    async def restore_link(self, link: str, plan: RestorePlan) -> Mapping[str, Any]:
+        """Run one link of the restore chain; the last one, `redispatch`, starts the pumps.
+
+        Links run one after the other. A `redispatch` whose reply was lost gives the same reply again.
+        """
+        async with self._restore_lock:
+            if link == "redispatch" and self._started is not None and self._started[0] == plan:
+                return self._started[1]
+            self._require_unrestored(f"restore link '{link}'")
+            self._state = ControllerState.RESTORING
+            if link != "redispatch":
+                return await self._restorer.run_link(link, plan)
+            self._started = (plan, await self._start(plan))
+            return self._started[1]
+
+    async def restore(self, plan: RestorePlan) -> None:
+        """The whole chain and the start: all of it, or an empty controller as before."""
+        self._require_unrestored("a restore")
+        try:
+            for link in (*LINKS, "redispatch"):
+                await self.restore_link(link, plan)
+        except BaseException:
+            await self._restorer.reset()
+            self._state = ControllerState.EMPTY
+            raise
+
+    async def train_steps(self, first: int, last: int) -> list[Mapping[str, Any]]:
+        """Steps `first` to `last`: committed ones give their reports again, a running one is joined, others are driven.
+
+        Fewer reports than steps mean that the data has ended; the last one then carries `end_of_data`.
+        """
+        self._require_running("train_steps")
+        reports: list[Mapping[str, Any]] = []
+        for step in range(first, last + 1):
+            async with self._train_lock:
+                report = await self._drive_step(step)
+            if report is None:
+                return [*reports, {"step": step - 1, "end_of_data": True}]
+            reports.append(report)
+        return reports
+
+    async def _drive_step(self, step: int) -> Mapping[str, Any] | None:
+        """One step and the trainer checkpoint that is due after it. A broken invariant ends the run."""
+        try:
+            report = await self._train_pump.train_step(step)
+            ends = report is None or step == self.parts.config.algorithm.max_steps
+            await self._checkpoint_if_due(force=ends)
+        except BrokenInvariant as error:
+            self.parts.state.fail(error)
+            raise
+        return report
+
+    async def attempt_snapshot(self, number: int, *, force: bool = False) -> SnapshotOutcome:
+        """One numbered snapshot attempt; the same number gives the same outcome again."""
+        self._require_running("attempt_snapshot")
+        return await self._snapshotter.attempt(number, force=force)
+
+    def park(self) -> None:
+        """Launch nothing new; running groups end and are kept."""
+        self.parts.state.parked = True
+
+    def unpark(self) -> None:
+        """Go on after `park`."""
+        self.parts.state.parked = False
+        self.parts.state.changed.notify()
+
+    async def close(self, reason: str) -> None:
+        """End the rollout pump. What was not snapshotted is generated again by the next incarnation."""
+        self._state = ControllerState.ENDED
+        if self._train_lock.locked():
+            self.parts.state.fail(StaleIncarnation(f"the controller was closed ({reason}) while it trained a step"))
+        if self._rollouts is not None:
+            self._rollouts.cancel()
+            await asyncio.wait([self._rollouts])
+        self.parts.trace.record("run_ended", reason=reason)
+
+    def describe(self) -> dict[str, Any]:
+        """Counts for people and for drivers."""
+        siblings = [s for group in self.parts.ledger.groups() for s in group.siblings]
+        failure = self.parts.state.failure
+        return {
+            "run": self.parts.config.name,
+            "state": self.state.value,
+            "train_steps": self.parts.state.train_steps,
+            "trainer_version": self.parts.state.trainer_version,
+            "max_steps": self.parts.config.algorithm.max_steps,
+            "ledger_groups": len(self.parts.ledger),
+            "sealed_siblings": sum(s.sealed is not None for s in siblings),
+            "buffered_groups": len(self.parts.buffer),
+            "running_groups": self._rollout_pump.running,
+            "failure": None if failure is None else f"{type(failure).__name__}: {failure}",
+        }
+
+    async def _start(self, plan: RestorePlan) -> Mapping[str, Any]:
+        self._restorer.require_complete(plan)
+        bundle, anchor = await self._restorer.bundle(plan), await self._anchor_of(plan)
+        # Nothing is awaited from here on: the controller starts whole or not at all.
+        self._snapshotter.adopt_anchor(anchor)
+        if bundle is not None:
+            self._bundles.adopt(bundle)
+            self._checkpointed_step = bundle.manifest.step
+            self._restorer.record_restored(plan, bundle)
+        self._restorer.release()
+        unfinished = len(self.parts.ledger)
+        self._rollouts = asyncio.create_task(self._run_rollouts(), name="rollout pump")
+        self._state = ControllerState.RUNNING
+        return {"redispatched_groups": unfinished, "queued": unfinished > 0}
+
+    async def _anchor_of(self, plan: RestorePlan) -> Anchor | None:
+        """The restored checkpoint as an anchor, under the identity it was saved with."""
+        if plan.anchor is None:
+            return None
+        manifest = await asyncio.to_thread(self._bundles.manifest, plan.anchor)
+        return Anchor(kind="checkpoint", step=manifest.step, sequence=plan.anchor, identity=manifest.identity)
+
+    async def _run_rollouts(self) -> None:
+        try:
+            await self._rollout_pump.run()
+        except BaseExceptionGroup as group:
+            self.parts.state.fail(_first_cause(group))
+        except Exception as error:
+            self.parts.state.fail(error)
+            raise
+
+    async def _checkpoint_if_due(self, *, force: bool) -> None:
+        """Save the trainer at its period, at the last step and at the end of the data; a retry saves what is due."""
+        step = self.parts.state.train_steps
+        due = force or step % self.parts.config.checkpointing.save_period == 0
+        if due and step > self._checkpointed_step:
+            await self._snapshotter.trainer_checkpoint(step)
+            self._checkpointed_step = step
+
+    def _require_unrestored(self, asked: str) -> None:
+        if self._state not in (ControllerState.EMPTY, ControllerState.RESTORING):
+            raise BrokenInvariant(
+                f"{asked} was asked of a controller that is {self.state.value}; a restore needs an empty one"
+            )
+
+    def _require_running(self, verb: str) -> None:
+        if self.parts.state.failure is not None:
+            raise self.parts.state.failure
+        if self._state is not ControllerState.RUNNING:
+            raise BrokenInvariant(f"{verb} was asked of a controller that is {self.state.value}; restore it first")
+
+
+def _first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first error inside nested exception groups that is not a cancellation."""
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            return _first_cause(error)
+        if not isinstance(error, asyncio.CancelledError):
+            return error
+    return group

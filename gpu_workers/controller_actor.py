@@ -1,0 +1,183 @@
+"""The controller as a detached Ray actor: store, trace, driver lease, and the verbs that tasks call."""
+
+import asyncio
+import os
+import time
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from gpu_workers.controller.published_bundles import PublishedBundles
+from gpu_workers.controller.restorer import RestorePlan
+from gpu_workers.controller.single_controller import ControllerState, SingleController
+from gpu_workers.environments.tasks import build_task
+from gpu_workers.ray_ports import RayGenerator, RayTrainer
+from gpu_workers.runtime_names import end_workers, remove_weights
+from storage.errors import MidflightError, RunAlreadyLive, StaleIncarnation
+from storage.filesystem import open_store
+from storage.identity import identity
+from storage.layout import RunLayout
+from storage.manifests import ManifestLog
+from storage.run_config import RunConfig
+from storage.run_record import create_run_record
+from storage.trace import NoTrace, TraceWriter
+
+_LEASE_CHECKS = 20
+
+
+class ControllerActor:
+    """Constructed only after its workers are ready. Claiming the manifest log fences every older controller."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        incarnation: str,
+        engines: Sequence[Any],
+        trainers: Sequence[Any],
+        pids: Mapping[str, Any],
+        weights_dir: str,
+    ) -> None:
+        self._config = config
+        self._incarnation = incarnation
+        self._weights_dir = Path(weights_dir)
+        self._pids = {**pids, "controller": os.getpid()}
+        store, layout = (
+            open_store(config.store.url, deadline_s=config.store.deadline_s),
+            RunLayout(config.name),
+        )
+        create_run_record(store, layout, config)
+        log = ManifestLog(store, layout, incarnation)
+        log.claim()
+        trace: NoTrace | TraceWriter = NoTrace()
+        if config.rollout_checkpointing.trace:
+            trace = TraceWriter(store, layout, process=f"controller-{incarnation}", run_process=incarnation)
+        self._fingerprint = identity(config).fingerprint
+        trace.record("run_started", incarnation=incarnation, config_fingerprint=self._fingerprint)
+        self._trace = trace
+        self._controller = SingleController(
+            config,
+            dataset=build_task(config.data),
+            trainer=RayTrainer(trainers),
+            generator=RayGenerator(engines),
+            bundles=PublishedBundles(
+                store,
+                layout,
+                log,
+                checkpointing=config.checkpointing,
+                snapshots=config.rollout_checkpointing,
+            ),
+            trace=trace,
+        )
+        self._driver: str | None = None
+        self._heard = time.monotonic()
+        self._watch: asyncio.Task[None] | None = None
+
+    async def describe(self) -> dict[str, Any]:
+        """Identity, state, counts and process ids."""
+        driver = self._driver if self._lease_is_live() else None
+        return {
+            **self._controller.describe(),
+            "incarnation": self._incarnation,
+            "config_fingerprint": self._fingerprint,
+            "driver": driver,
+            "pids": self._pids,
+        }
+
+    async def attach_driver(self, driver: str) -> None:
+        """Make `driver` the one that drives this run. Raises `RunAlreadyLive` while another's lease runs."""
+        if self._driver not in (None, driver) and self._lease_is_live():
+            raise RunAlreadyLive(
+                f"run '{self._config.name}' is driven by {self._driver} (incarnation {self._incarnation}); "
+                "wait for it, cancel it, or choose another name"
+            )
+        self._driver = driver
+        self._hear()
+        if self._watch is None:
+            self._watch = asyncio.create_task(self._watch_driver(), name="driver lease")
+
+    async def detach_driver(self, driver: str) -> None:
+        """`driver` has ended; another may attach at once. The runtime goes on until `driver_ttl_s`."""
+        if self._driver == driver:
+            self._driver = None
+
+    async def heartbeat(self, driver: str) -> None:
+        """Renew the lease. Raises `RunAlreadyLive` when another driver has taken the run."""
+        if self._driver != driver:
+            raise RunAlreadyLive(f"run '{self._config.name}' is driven by {self._driver}, no longer by {driver}")
+        self._hear()
+
+    async def restore_link(self, link: str, plan: Mapping[str, int | None], incarnation: str) -> dict[str, Any]:
+        """One link of the restore chain."""
+        self._require(incarnation)
+        restore_plan = RestorePlan(target=plan["target"], anchor=plan["anchor"])
+        return dict(await self._detached(self._controller.restore_link(link, restore_plan)))
+
+    async def train_steps(self, first: int, last: int, incarnation: str) -> list[dict[str, Any]]:
+        """Numbered train steps; see `SingleController.train_steps`."""
+        self._require(incarnation)
+        reports = await self._detached(self._controller.train_steps(first, last))
+        return [dict(report) for report in reports]
+
+    async def attempt_snapshot(self, number: int, force: bool, incarnation: str) -> dict[str, Any]:
+        """One numbered snapshot attempt."""
+        self._require(incarnation)
+        return asdict(await self._detached(self._controller.attempt_snapshot(number, force=force)))
+
+    async def close(self, snapshot: bool) -> dict[str, Any]:
+        """End the pumps, after a last forced snapshot if asked for and possible, and flush the trace.
+
+        The caller ends the actors (`launch.end_runtime`).
+        """
+        if snapshot and self._controller.state in (ControllerState.RUNNING, ControllerState.PARKED):
+            await self._snapshot_unasked()
+        return await self._end("closed by its driver")
+
+    async def _snapshot_unasked(self) -> None:
+        """A forced snapshot outside the driver's numbering. Its failure is in the trace and costs nothing else."""
+        with suppress(MidflightError):
+            await self._controller.attempt_snapshot(-time.time_ns(), force=True)
+
+    async def _end(self, reason: str) -> dict[str, Any]:
+        await self._controller.close(reason)
+        await asyncio.to_thread(self._trace.close)
+        remove_weights(self._weights_dir)
+        return await self.describe()
+
+    async def _watch_driver(self) -> None:
+        """Park after `driver_lease_s` of silence, with a snapshot; end the whole runtime after `driver_ttl_s`."""
+        cluster = self._config.cluster
+        parked = False
+        while True:
+            await asyncio.sleep(cluster.driver_lease_s / _LEASE_CHECKS)
+            silence = time.monotonic() - self._heard
+            if silence > cluster.driver_ttl_s:
+                await self._end(f"no driver for {silence:.0f} s")
+                end_workers(self._config.name)
+                return
+            if silence > cluster.driver_lease_s and not parked and self._controller.state is ControllerState.RUNNING:
+                parked = True
+                await self._snapshot_unasked()
+                self._controller.park()
+            elif silence <= cluster.driver_lease_s and parked:
+                parked = False
+                self._controller.unpark()
+
+    async def _detached(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Finish `work` even if the call that asked for it is cancelled: a step may not stop half-way."""
+        self._hear()
+        return await asyncio.shield(asyncio.ensure_future(work))
+
+    def _hear(self) -> None:
+        self._heard = time.monotonic()
+
+    def _lease_is_live(self) -> bool:
+        return time.monotonic() - self._heard < self._config.cluster.driver_lease_s
+
+    def _require(self, incarnation: str) -> None:
+        if incarnation != self._incarnation:
+            raise StaleIncarnation(
+                f"the task relied on incarnation {incarnation} of run '{self._config.name}', but {self._incarnation} "
+                "is running; start again from the restore"
+            )

@@ -1,0 +1,1 @@
+"""Tasks: prompts that are pure functions of a seed, and their scores."""

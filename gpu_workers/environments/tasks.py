@@ -1,0 +1,143 @@
+"""Single-turn tasks: prompts that are pure functions of (seed, ordinal), and how their answers are scored.
+
+No torch, vLLM or Ray: the controller reads prompts from here and generators score with it.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Protocol
+
+from gpu_workers.models.tokenizer import END_TOKEN_ID, CharTokenizer
+from storage.errors import ConfigurationError
+from storage.run_config import DataConfig
+
+
+class Task(Protocol):
+    """A dataset of `len(task)` prompts together with its score."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids that prompts and demonstrations use lie below this."""
+        ...
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Sampling ends after any of these tokens; the token is part of the completion."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def prompt(self, ordinal: int) -> tuple[tuple[int, ...], str]:
+        """Token ids of prompt `ordinal` and the JSON that `score` needs. IndexError beyond the dataset."""
+        ...
+
+    def score(self, task_json: str, token_ids: Sequence[int]) -> float:
+        """Reward in [0, 1] of a completion given as its sampled tokens, a final stop token included.
+
+        Raises ValueError when `task_json` is not one of this task's own.
+        """
+        ...
+
+    def demonstration(self, ordinal: int, noise: float) -> tuple[int, ...]:
+        """A completion (with its stop token) in which each symbol is wrong with probability `noise`.
+
+        It is a pure function of (seed, ordinal, noise); ordinals beyond the dataset are allowed.
+        """
+        ...
+
+    def warm_start_prompt(self, ordinal: int) -> tuple[int, ...]:
+        """The prompt that `demonstration(ordinal, …)` answers, from a stream of its own."""
+        ...
+
+    def fingerprint(self) -> str:
+        """sha256 (hex) that changes when any prompt of the dataset may have changed."""
+        ...
+
+
+class Sort8:
+    """Eight letters, to be answered in alphabetical order: `hgaecbdf>` -> `abcdefgh`.
+
+    Reward: 0.5 for the exact answer plus 0.5 times the share of positions that are right.
+    """
+
+    _LENGTH = 8
+    _LETTERS = "abcdefghijklmnopqrstuvwxyz"
+    _VERSION = 1
+
+    def __init__(self, data: DataConfig) -> None:
+        self._data = data
+        self._tokenizer = CharTokenizer()
+
+    @property
+    def vocab_size(self) -> int:
+        """Size of the character vocabulary."""
+        return self._tokenizer.vocab_size
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """The end token."""
+        return (END_TOKEN_ID,)
+
+    def __len__(self) -> int:
+        return self._data.num_prompts
+
+    def prompt(self, ordinal: int) -> tuple[tuple[int, ...], str]:
+        """The letters in their given order, then `>`."""
+        if not 0 <= ordinal < len(self):
+            raise IndexError(f"sort8 has prompts 0 to {len(self) - 1} (data.num_prompts), not {ordinal}")
+        letters = self._letters("prompt", ordinal)
+        return self._tokenizer.encode(letters + ">"), json.dumps({"letters": letters, "task": "sort8"})
+
+    def score(self, task_json: str, token_ids: Sequence[int]) -> float:
+        """Positions right and the exact answer, half each; an answer that is not ended is never exact."""
+        answer = "".join(sorted(_own_letters(task_json)))
+        ended = END_TOKEN_ID in token_ids
+        said = token_ids[: list(token_ids).index(END_TOKEN_ID)] if ended else token_ids
+        right = sum(a == b for a, b in zip(self._tokenizer.encode(answer), said, strict=False))
+        exact = ended and right == len(said) == len(answer)
+        return 0.5 * exact + 0.5 * right / max(len(answer), len(said))
+
+    def warm_start_prompt(self, ordinal: int) -> tuple[int, ...]:
+        """Letters drawn from a stream of their own."""
+        return self._tokenizer.encode(self._letters("warm start", ordinal) + ">")
+
+    def demonstration(self, ordinal: int, noise: float) -> tuple[int, ...]:
+        """The sorted letters, each replaced by a random letter with probability `noise`."""
+        random = Random(f"sort8/demonstration/{self._data.seed}/{ordinal}")
+        letters = sorted(self._letters("warm start", ordinal))
+        said = (random.choice(self._LETTERS) if random.random() < noise else letter for letter in letters)
+        return (*self._tokenizer.encode("".join(said)), END_TOKEN_ID)
+
+    def fingerprint(self) -> str:
+        """Over the task's version, its settings and its first prompts."""
+        settings = ("sort8", self._VERSION, self._data.seed, len(self))
+        first = [self.prompt(ordinal) for ordinal in range(min(len(self), 64))]
+        return hashlib.sha256(json.dumps([settings, first]).encode()).hexdigest()
+
+    def _letters(self, stream: str, ordinal: int) -> str:
+        random = Random(f"sort8/{stream}/{self._data.seed}/{ordinal}")
+        return "".join(random.choice(self._LETTERS) for _ in range(self._LENGTH))
+
+
+def _own_letters(task_json: str) -> str:
+    """The letters of a sort8 prompt's JSON."""
+    try:
+        fields = json.loads(task_json)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"sort8 can't score the task {task_json!r}: it is not JSON") from error
+    letters = fields.get("letters") if isinstance(fields, dict) else None
+    if not isinstance(letters, str):
+        raise ValueError(f"sort8 can't score the task {task_json!r}: it has no 'letters'")
+    return letters
+
+
+TASKS: dict[str, Callable[[DataConfig], Task]] = {"sort8": Sort8}
+
+
+def build_task(data: DataConfig) -> Task:
+    """The task named by `data.task`; ConfigurationError lists the known names."""
+    if data.task not in TASKS:
+        raise ConfigurationError(f"data.task is {data.task!r}, which is not registered; use one of {sorted(TASKS)}")
+    return TASKS[data.task](data)

@@ -1,0 +1,69 @@
+"""Turns what the engine returned for one model call into a row of the data plane."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from gpu_workers.controller.ports import GroupOrder, SiblingOrder
+from storage.errors import BrokenInvariant
+from storage.records import RowKind, call_key, rollout_id
+from storage.schemas import STAGED_CALLS, row_digest
+
+# vLLM's label of the weights that an engine was started with; they are version 0.
+_STARTING_LABEL = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What one model call sampled: exact tokens, their log-probabilities and the weight version of each.
+
+    `version_starts[i]` is the index of the first token of `versions[i]`. `finish_reason` is vLLM's: stop, length,
+    or what went wrong.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    version_starts: tuple[int, ...]
+    versions: tuple[int, ...]
+    finish_reason: str
+
+
+def completion_of(output: Any) -> Completion:
+    """From a finished `vllm.outputs.CompletionOutput` with `flat_logprobs` and one log-probability per token."""
+    spans: Sequence[Any] = output.weight_versions or ()
+    token_ids, logprobs = tuple(output.token_ids), tuple(output.logprobs.logprobs) if output.logprobs else ()
+    if len(token_ids) != len(logprobs) or bool(token_ids) != bool(spans):
+        raise BrokenInvariant(
+            f"the engine returned {len(token_ids)} tokens with {len(logprobs)} log-probabilities and {len(spans)} "
+            "weight version spans; tokens without either can't be trained: check that vLLM is the pinned version"
+        )
+    return Completion(
+        token_ids=token_ids,
+        logprobs=logprobs,
+        version_starts=tuple(span.start for span in spans),
+        versions=tuple(0 if span.version == _STARTING_LABEL else int(span.version) for span in spans),
+        finish_reason=str(output.finish_reason),
+    )
+
+
+def staged_call(order: GroupOrder, sibling: SiblingOrder, completion: Completion, *, turn: int) -> pa.RecordBatch:
+    """One row of `STAGED_CALLS`, its digest filled in."""
+    rollout = rollout_id(order.group_id, sibling.generation_index)
+    row: dict[str, Any] = {
+        "row_id": call_key(rollout, attempt=sibling.attempt, turn=turn),
+        "rollout_id": rollout,
+        "group_id": order.group_id,
+        "attempt": sibling.attempt,
+        "turn": turn,
+        "parent_key": None,
+        "prompt_token_ids": list(order.prompt.token_ids),
+        "token_ids": list(completion.token_ids),
+        "logprobs": list(completion.logprobs),
+        "version_starts": list(completion.version_starts),
+        "versions": list(completion.versions),
+        "finish_reason": completion.finish_reason,
+    }
+    row["digest"] = row_digest(RowKind.STAGED_CALL, row)
+    return pa.RecordBatch.from_pylist([row], schema=STAGED_CALLS)

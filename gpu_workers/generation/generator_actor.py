@@ -1,0 +1,74 @@
+"""The generator: a vLLM engine that runs whole prompt groups and returns siblings as soon as they are finished.
+
+A plain class. On a cluster it becomes an asynchronous Ray actor:
+
+    ray.remote(GeneratorActor).options(**GENERATOR_ACTOR_OPTIONS, runtime_env={"env_vars": generator_env(config)})
+"""
+
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from gpu_workers.controller.ports import Failure, GroupOrder, SiblingOrder, SiblingResult, WeightsRef
+from gpu_workers.environments.tasks import build_task
+from gpu_workers.generation.engine import start_engine
+from gpu_workers.generation.engine_weights import EngineWeights
+from gpu_workers.generation.running_groups import RunningGroups
+from gpu_workers.generation.sibling_runner import SiblingRunner
+from storage.run_config import RunConfig
+
+# One event loop serves everything (vLLM's client is bound to it), so there are no concurrency groups, which would
+# bring a loop each. Control calls don't queue because the bound is far above the groups that can be in flight.
+GENERATOR_ACTOR_OPTIONS: dict[str, Any] = {"max_concurrency": 10_000}
+
+
+class GeneratorActor:
+    """One engine with the task that its completions answer."""
+
+    def __init__(self, config: RunConfig, model_dir: Path, index: int) -> None:
+        """Starts the engine (9 to 15 s on the CPU) on a Hugging Face folder, whose weights count as version 0."""
+        task = build_task(config.data)
+        self._name = f"generator {index}"
+        self._index = index
+        self._config = config
+        self._task = task
+        self._engine = start_engine(config, Path(model_dir), stop_token_ids=task.stop_token_ids)
+        self._siblings = SiblingRunner(config, self._engine, task, self._name)
+        self._weights = EngineWeights(self._engine.llm, self._name)
+        self._groups: RunningGroups[SiblingOrder, SiblingResult] = RunningGroups(_aborted)
+
+    async def ready(self) -> dict[str, Any]:
+        """`pid`, `engine_pids`, `index` and the loaded weights' `version` (None: those of the model's folder)."""
+        return {
+            "pid": os.getpid(),
+            "engine_pids": self._engine.pids,
+            "index": self._index,
+            "version": self._weights.version,
+        }
+
+    async def generate(self, order: GroupOrder) -> AsyncIterator[list[SiblingResult]]:
+        """Run the siblings together; yield them as they finish, in one list where several finish in one engine step.
+
+        Raises InfrastructureFailure when the engine is dead: only a new actor helps then.
+        """
+        calls = {sibling: self._siblings.run(order, sibling) for sibling in order.siblings}
+        async for results in self._groups.run(order.group_id, calls):
+            yield results
+
+    async def load_weights(self, ref: WeightsRef) -> dict[str, float]:
+        """Exchange the weights while calls are running; see `EngineWeights.load`."""
+        return await self._weights.load(ref)
+
+    async def abort(self, group_id: str) -> None:
+        """End the group's running calls: each yields an infrastructure failure. Unknown groups are ignored."""
+        self._groups.abort(group_id)
+
+    async def stop(self) -> None:
+        """End the engine's process. Not needed where the actor itself is ended."""
+        self._engine.llm.shutdown()
+
+
+def _aborted(group_id: str, sibling: SiblingOrder) -> SiblingResult:
+    failure = Failure(infrastructure=True, message=f"group {group_id} was aborted")
+    return SiblingResult(sibling.generation_index, sibling.attempt, failure=failure)

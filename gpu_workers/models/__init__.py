@@ -1,0 +1,1 @@
+"""The tiny model and its tokenizer, made at set-up."""

@@ -1,0 +1,102 @@
+"""The controller's Protocols over Ray actors: which engine runs a group, and all trainer ranks as one trainer."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+import ray
+from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+
+from gpu_workers.controller.ports import GroupOrder, SiblingResult, StepResult, WeightsRef
+from storage.errors import InfrastructureFailure, MidflightError
+
+
+class RayGenerator:
+    """Generator actors behind one object; a group goes to the engine with the fewest running groups."""
+
+    def __init__(self, engines: Sequence[Any]) -> None:
+        self._engines = list(engines)
+        self._running: list[set[str]] = [set() for _ in engines]
+
+    async def generate(self, order: GroupOrder) -> AsyncGenerator[SiblingResult, None]:
+        """Stream the siblings of one group from one engine, each as soon as it is finished."""
+        index = min(range(len(self._engines)), key=lambda i: len(self._running[i]))
+        self._running[index].add(order.group_id)
+        try:
+            stream = self._engines[index].generate.options(num_returns="streaming").remote(order)
+            async for reference in stream:
+                yield await reference
+        except (RayActorError, RayTaskError, ObjectLostError) as error:
+            raise translate(error, f"generator {index}") from error
+        finally:
+            self._running[index].discard(order.group_id)
+
+    async def load_weights(self, weights: WeightsRef) -> Mapping[str, float]:
+        """Refit every engine; returns the slowest engine's timings."""
+        timings = await _all(
+            [engine.load_weights.remote(weights) for engine in self._engines], "refit of the generators"
+        )
+        return {key: max(t[key] for t in timings) for key in timings[0]}
+
+    async def abort(self, group_id: str) -> None:
+        """Stop a group wherever it runs. All engines are asked: a stream that was given up is not counted any more."""
+        await _all([engine.abort.remote(group_id) for engine in self._engines], f"abort of {group_id}")
+
+
+class RayTrainer:
+    """Trainer ranks behind one object: every call goes to all ranks, rank 0 answers."""
+
+    def __init__(self, ranks: Sequence[Any]) -> None:
+        self._ranks = list(ranks)
+
+    async def begin_step(self, step: int) -> None:
+        """Start the gradients of `step` on all ranks."""
+        await self._call("begin_step", step)
+
+    async def train_microbatch(self, rows: Sequence[pa.RecordBatch]) -> Mapping[str, float]:
+        """One copy of the rows in the object store for all ranks; each takes its shard."""
+        metrics: Mapping[str, float] = await self._call("train_microbatch", ray.put(list(rows)))
+        return metrics
+
+    async def flush_microbatches(self) -> None:
+        """Compute what waits on every rank."""
+        await self._call("flush_microbatches")
+
+    async def finish_step(self, step: int) -> StepResult:
+        """Apply the optimizer step on all ranks."""
+        result: StepResult = await self._call("finish_step", step)
+        return result
+
+    async def publish_weights(self, version: int) -> WeightsRef:
+        """Write weights where generators load them."""
+        weights: WeightsRef = await self._call("publish_weights", version)
+        return weights
+
+    async def save(self, prefix: str) -> Sequence[Mapping[str, Any]]:
+        """Write a checkpoint; entries of all ranks."""
+        replies = await _all([rank.save.remote(prefix) for rank in self._ranks], "save of the trainer")
+        return [entry for entries in replies for entry in entries]
+
+    async def restore(self, files: Sequence[Mapping[str, Any]] | None) -> None:
+        """Load a checkpoint, or the initial model."""
+        await self._call("restore", files)
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        calls = [getattr(rank, method).remote(*arguments) for rank in self._ranks]
+        return (await _all(calls, f"{method} of the trainer"))[0]
+
+
+async def _all(references: Sequence[Any], what: str) -> list[Any]:
+    try:
+        return list(await asyncio.gather(*references))
+    except (RayActorError, RayTaskError, ObjectLostError) as error:
+        raise translate(error, what) from error
+
+
+def translate(error: Exception, what: str) -> MidflightError:
+    """The worker's own `MidflightError`, or an infrastructure failure that names what was called."""
+    cause = error.cause if isinstance(error, RayTaskError) else None
+    if isinstance(cause, MidflightError):
+        return type(cause)(*cause.args)
+    return InfrastructureFailure(f"{what} failed: {cause or error}; the worker's log has the details")

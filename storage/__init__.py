@@ -1,0 +1,1 @@
+"""Parts, manifests, checkpoints and traces on any fsspec store."""

@@ -1,0 +1,117 @@
+"""Exactly-once accounting: from trace and store, every prompt the source has passed has exactly one owner."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from storage.catalog import select
+from storage.filesystem import Store
+from storage.history import Event, History, Standing, steps_of
+from storage.layout import RunLayout
+from storage.manifests import read_log
+from storage.records import Progress, PromptRef, RolloutState, rollout_id
+from storage.snapshot_reader import read_bundle
+from storage.trace_reader import read_events
+
+_SHOWN = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """What became of every prompt up to the frontier of the newest valid bundle.
+
+    `owners` counts groups by owner: trained, replay_buffer, ledger, spare_prompts, dropped. `pairs_trained` counts
+    (prompt, epoch, generation). Steps that a restore undid are in `steps_rolled_back` and nowhere else.
+    """
+
+    sequence: int | None
+    frontier: int
+    owners: dict[str, int]
+    pairs_trained: int
+    trained_twice: tuple[str, ...]
+    skipped: tuple[str, ...]
+    owned_twice: tuple[str, ...]
+    beyond_frontier: tuple[str, ...]
+    missing_steps: tuple[int, ...]
+    steps_rolled_back: int
+
+    @property
+    def problems(self) -> list[str]:
+        """Every broken promise in words; empty when each prompt was trained at most once and none was skipped."""
+        found = {
+            "rollouts trained twice": self.trained_twice,
+            "prompts skipped": self.skipped,
+            "groups with two owners": self.owned_twice,
+            "groups that the source has not handed out": self.beyond_frontier,
+            "steps without a trace": self.missing_steps,
+        }
+        return [
+            f"{len(names)} {what}: {', '.join(map(str, names[:_SHOWN]))}{' ...' if len(names) > _SHOWN else ''}"
+            for what, names in found.items()
+            if names
+        ]
+
+
+def account(store: Store, layout: RunLayout, *, order: Callable[[int], Sequence[int]]) -> Audit:
+    """Account for every prompt. `order(epoch)` gives the dataset's prompt ids in the order of that epoch.
+
+    Raises: NoRestorableState when the store holds bundles and none is valid; SnapshotCorrupt for a damaged
+    trace; StoreUnavailable.
+    """
+    events = read_events(store, layout)
+    history = History(events, read_log(store, layout))
+    target = select(store, layout).target
+    state = RolloutState(Progress()) if target is None else read_bundle(store, layout, target).state
+    standing = history.now() if target is None else history.at_cut(target.sequence)
+    owners = _owners(state, standing)
+    owned = Counter(group for groups in owners.values() for group in groups)
+    frontier = _frontier(state, order)
+    now = history.now()
+    pairs = _pairs(now, events)
+    traced = {step.step for step in standing.steps}
+    return Audit(
+        sequence=None if target is None else target.sequence,
+        frontier=len(frontier),
+        owners={owner: len(groups) for owner, groups in owners.items()},
+        pairs_trained=len(pairs),
+        trained_twice=tuple(pair for pair, count in pairs.items() if count > 1),
+        skipped=tuple(group for group in frontier if group not in owned),
+        owned_twice=tuple(group for group, count in owned.items() if count > 1),
+        beyond_frontier=tuple(owned.keys() - set(frontier)) if target is not None else (),
+        missing_steps=tuple(s for s in range(1, state.progress.train_steps + 1) if s not in traced),
+        steps_rolled_back=sum(1 for _ in steps_of(events)) - len(now.steps),
+    )
+
+
+def _owners(state: RolloutState, standing: Standing) -> dict[str, list[str]]:
+    """Group ids by owner; steps that the trace lacks are taken from the bundle."""
+    trained = [group for step in standing.steps for group in step.group_ids]
+    traced = {step.step for step in standing.steps}
+    trained += [t.group.group_id for t in state.trained if t.step not in traced]
+    return {
+        "trained": trained,
+        "replay_buffer": [group.group_id for group in state.buffer],
+        "ledger": [group.group_id for group in state.ledger],
+        "spare_prompts": [prompt.group_id for prompt in state.spares],
+        "dropped": [dropped.prompt.group_id for dropped in state.dropped],
+    }
+
+
+def _frontier(state: RolloutState, order: Callable[[int], Sequence[int]]) -> list[str]:
+    """Ids of the groups of every prompt that the source has passed."""
+    source = state.progress.source
+    passed = [(epoch, list(order(epoch))) for epoch in range(source.epoch)]
+    if source.offset:
+        passed.append((source.epoch, list(order(source.epoch)[: source.offset])))
+    return [PromptRef(int(prompt), epoch, "").group_id for epoch, prompts in passed for prompt in prompts]
+
+
+def _pairs(standing: Standing, events: Sequence[Event]) -> Counter[str]:
+    """How often each (prompt, epoch, generation), written as its rollout id, was trained in effective steps."""
+    siblings = {e["group_id"]: len(e["rewards"]) for e in events if e["event"] == "group_published"}
+    return Counter(
+        rollout_id(group, index)
+        for step in standing.steps
+        for group in step.group_ids
+        for index in range(siblings.get(group, 1))
+    )

@@ -1,0 +1,121 @@
+"""Every error of Midflight: what went wrong, whether trying again can help, and what to do next.
+
+MidflightError
+├── ConfigurationError        a key or value that can't work; nothing was started
+├── StoreError
+│   ├── StoreUnavailable      (retryable) I/O error or time-out; nothing is half-visible
+│   ├── StoreOutcomeUnknown   (retryable) a write may or may not have happened
+│   ├── AlreadyExists         an exclusive creation found the slot taken
+│   ├── NotFound              the object isn't there
+│   └── StoreUnsuitable       the store can't keep Midflight's promises (no exclusive creation)
+├── SnapshotCorrupt           bytes, references or tables of a bundle are not what its manifest says
+├── FormatUnsupported         a version or field this reader does not know
+├── RestoreRefused            the bundle is whole, but does not fit this run
+│   ├── DatasetChanged        a prompt's content is not what it was
+│   └── NoRestorableState     candidates exist and all were refused
+├── Fenced                    another controller took over this run
+├── RunAlreadyLive            another driver drives this run now
+├── StaleIncarnation          the runtime a task relied on is gone
+├── StepOutOfOrder            a numbered step was asked for before its predecessor
+├── RolloutFailure
+│   ├── InfrastructureFailure (retryable) worker, connection or time-out
+│   └── DataFailure           the prompt itself can't be rolled out
+├── BatchIncomplete           a train step waits for groups that can never come
+└── BrokenInvariant           a promise of the program itself does not hold: stop at once
+"""
+
+
+class MidflightError(Exception):
+    """Base of all. The message names the thing, the value and the next step."""
+
+    retryable = False
+
+
+class ConfigurationError(MidflightError):
+    """A configuration key or value that can't work."""
+
+
+class StoreError(MidflightError):
+    """Something about the store."""
+
+
+class StoreUnavailable(StoreError):
+    """The store failed or did not answer within its deadline."""
+
+    retryable = True
+
+
+class StoreOutcomeUnknown(StoreError):
+    """A write was sent and it is not known whether it happened; read it back before writing again."""
+
+    retryable = True
+
+
+class AlreadyExists(StoreError):
+    """An exclusive creation found the object already there."""
+
+
+class NotFound(StoreError):
+    """The object is not in the store."""
+
+
+class StoreUnsuitable(StoreError):
+    """The store does not support exclusive creation or can't be written."""
+
+
+class SnapshotCorrupt(MidflightError):
+    """Bytes, references or tables differ from what the manifest promises."""
+
+
+class FormatUnsupported(MidflightError):
+    """A format version or a field that this reader does not know."""
+
+
+class RestoreRefused(MidflightError):
+    """A whole bundle that does not fit this run's configuration."""
+
+
+class DatasetChanged(RestoreRefused):
+    """A prompt's content hash is not the saved one."""
+
+
+class NoRestorableState(RestoreRefused):
+    """Snapshots or checkpoints exist, and every one of them was refused."""
+
+
+class Fenced(MidflightError):
+    """Another controller published to this run; this one may not publish any more."""
+
+
+class RunAlreadyLive(MidflightError):
+    """Another driver holds this run."""
+
+
+class StaleIncarnation(MidflightError):
+    """The task relied on a runtime that no longer exists."""
+
+
+class StepOutOfOrder(MidflightError):
+    """A train step was asked for although its predecessor is not committed."""
+
+
+class RolloutFailure(MidflightError):
+    """One execution of a sibling failed."""
+
+
+class InfrastructureFailure(RolloutFailure):
+    """A worker, a connection or a deadline failed; the prompt is not to blame."""
+
+    retryable = True
+
+
+class DataFailure(RolloutFailure):
+    """The prompt itself can't be rolled out."""
+
+
+class BatchIncomplete(MidflightError):
+    """Nothing is left that could complete the batch a train step waits for."""
+
+
+class BrokenInvariant(MidflightError):
+    """A promise of the program does not hold; continuing could lose or corrupt data."""

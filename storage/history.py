@@ -1,0 +1,154 @@
+"""What happened to a run, replayed from its trace: lives of its controllers, and the steps that still count.
+
+Each controller process is one *life*. It starts empty or from a restored bundle, so that what an earlier life did
+after that bundle's cut is rolled back: the run's effective history is the newest life on top of the bundles below.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from storage.manifests import BrokenSlot, Manifest
+
+Event = Mapping[str, Any]
+
+# A process that did none of this died before it was a controller: it undid nothing.
+_WORK = frozenset({"checkpoint_restored", "group_reserved", "attempt_dispatched", "group_published", "train_step"})
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedStep:
+    """One committed train step. `version` is the trainer's version before it: the one it was trained at."""
+
+    step: int
+    t: float
+    version: int
+    group_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """One controller process: its events in order, and the bundle it restored (None: it started empty)."""
+
+    run_process: str
+    events: Sequence[Event]
+    restored: Event | None
+
+    @property
+    def started_at(self) -> float:
+        """Time of the first event, in Unix seconds."""
+        return float(self.events[0]["t"])
+
+    @property
+    def ended_at(self) -> float:
+        """Time of the last event, in Unix seconds."""
+        return float(self.events[-1]["t"])
+
+
+@dataclass(slots=True)
+class Standing:
+    """Where a run stands at one moment: trained steps in order, and when unsealed attempts were dispatched.
+
+    A step that one life recorded twice is in `steps` twice: that is a fault, to be seen by the audit.
+    """
+
+    steps: list[TrainedStep] = field(default_factory=list)
+    running: dict[str, float] = field(default_factory=dict)
+
+
+class History:
+    """The lives of a run. `slots` is its manifest log, which says where each restored bundle was cut."""
+
+    def __init__(self, events: Sequence[Event], slots: Iterable[Manifest | BrokenSlot]) -> None:
+        self.lives = _lives(events)
+        self._manifests = {slot.sequence: slot for slot in slots if isinstance(slot, Manifest)}
+
+    def manifest(self, sequence: int) -> Manifest | None:
+        """The manifest of a bundle, which stays when its payload is retired; None when it can't be read."""
+        return self._manifests.get(sequence)
+
+    def now(self) -> Standing:
+        """Where the newest life stands at its last event."""
+        return self._end_of(self.lives[-1]) if self.lives else Standing()
+
+    def at_cut(self, sequence: int) -> Standing:
+        """Where the run stood when a bundle was cut: steps up to the bundle's, attempts running at its cut.
+
+        Steps are chosen by number, since a step is recorded a moment after its commit.
+        """
+        manifest = self._manifests.get(sequence)
+        life = None if manifest is None else self._life_of(manifest)
+        if manifest is None or life is None:
+            return Standing()
+        cut_time = manifest.cut_time if manifest.cut_time is not None else manifest.created_at
+        standing = self._base_of(life)
+        for event in life.events:
+            if event["event"] == "train_step" and int(event["step"]) <= manifest.step:
+                standing.steps.append(trained_step(event))
+            elif float(event["t"]) <= cut_time:
+                _apply_attempt(standing, event)
+        return standing
+
+    def _end_of(self, life: Life) -> Standing:
+        standing = self._base_of(life)
+        for event in life.events:
+            if event["event"] == "train_step":
+                standing.steps.append(trained_step(event))
+            _apply_attempt(standing, event)
+        return standing
+
+    def _base_of(self, life: Life) -> Standing:
+        """Steps up to the model that the life started from; nothing is running yet."""
+        if life.restored is None or life.restored["sequence"] is None:
+            return Standing()
+        steps = self.at_cut(int(life.restored["sequence"])).steps
+        anchor = life.restored.get("anchor_sequence")
+        model = self._manifests.get(int(anchor)) if anchor is not None else None
+        last = model.step if model is not None else 0
+        return Standing(steps=[step for step in steps if step.step <= last])
+
+    def _life_of(self, manifest: Manifest) -> Life | None:
+        """The life that wrote a bundle: the one that carries its writer's name, else the one of its time."""
+        named = [life for life in self.lives if life.run_process == manifest.writer]
+        earlier = [life for life in self.lives if life.started_at <= manifest.created_at]
+        found = named or earlier
+        return found[-1] if found else None
+
+
+def trained_step(event: Event) -> TrainedStep:
+    """A `train_step` event, whose `version` is the trainer's version after the step."""
+    return TrainedStep(int(event["step"]), float(event["t"]), int(event["version"]) - 1, tuple(event["group_ids"]))
+
+
+def _apply_attempt(standing: Standing, event: Event) -> None:
+    kind = event["event"]
+    if kind == "attempt_dispatched":
+        standing.running[event["rollout_id"]] = float(event["t"])
+    elif kind in ("attempt_sealed", "attempt_abandoned"):
+        standing.running.pop(event["rollout_id"], None)
+    elif kind in ("group_discarded", "prompt_dropped"):
+        for rollout in [r for r in standing.running if r.rpartition("_g")[0] == event["group_id"]]:
+            del standing.running[rollout]
+
+
+def _lives(events: Sequence[Event]) -> list[Life]:
+    by_process: dict[str, list[Event]] = {}
+    for event in events:
+        by_process.setdefault(event["run_process"], []).append(event)
+    worked = {event["run_process"] for event in events if event["event"] in _WORK}
+    lives = [_life(process, own) for process, own in by_process.items() if process in worked]
+    return sorted(lives, key=lambda life: life.started_at)
+
+
+def _life(process: str, events: Sequence[Event]) -> Life:
+    """A restore that was tried again in one process counts once: the last one, with what follows it."""
+    places = [place for place, event in enumerate(events) if event["event"] == "checkpoint_restored"]
+    if not places:
+        return Life(process, events, None)
+    opening = [event for event in events[: places[-1]] if event["event"] == "run_started"]
+    return Life(process, [*opening, *events[places[-1] :]], events[places[-1]])
+
+
+def steps_of(events: Iterable[Event]) -> Iterator[TrainedStep]:
+    """Every train step ever recorded, rolled back or not, in the order of the trace."""
+    return (trained_step(event) for event in events if event["event"] == "train_step")

@@ -1,0 +1,98 @@
+"""What makes a run the run it is: its configuration without secrets and operational keys."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from storage.canonical import canonical_json, sha256
+from storage.run_config import RunConfig
+
+_SECRET_NAME = re.compile(r"(^|_)(token|key|secret|password|passwd|credential)s?$", re.IGNORECASE)
+_USER_INFO = re.compile(r"(?<=://)[^/@\s]+@")
+_REDACTED = "<redacted>"
+
+# What may change between two processes of one run: where and how it operates, not what it computes.
+_OPERATIONAL_SECTIONS = frozenset({"name", "store", "cluster", "rollout_checkpointing", "checkpointing"})
+_OPERATIONAL_KEYS = frozenset(
+    {
+        "algorithm.max_steps",
+        "async_rl.rollout_timeout_s",
+        "async_rl.retry_backoff_s",
+        "async_rl.retry_backoff_max_s",
+        "generation.num_engines",
+        "generation.kv_cache_bytes",
+        "generation.gpu_memory_utilization",
+        "generation.max_inflight_groups",
+        "generation.max_num_seqs",
+        "generation.tensor_parallel_size",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """`fingerprint`: sha256 of `config`, which is the redacted configuration minus operational keys."""
+
+    fingerprint: str
+    config: dict[str, Any]
+
+
+def redacted(config: RunConfig) -> dict[str, Any]:
+    """The whole configuration as plain JSON; strings named like a secret and users in URLs are replaced."""
+    return {key: _redact(key, value) for key, value in config.model_dump(mode="json").items()}
+
+
+def identity(config: RunConfig) -> Identity:
+    """The identity of a run with this configuration."""
+    return identity_of(redacted(config))
+
+
+def identity_of(redacted_config: Mapping[str, Any]) -> Identity:
+    """The identity of a redacted configuration, as manifests hold it."""
+    kept = {
+        section: _without_operational(section, value)
+        for section, value in redacted_config.items()
+        if section not in _OPERATIONAL_SECTIONS
+    }
+    return Identity(sha256(canonical_json(kept)), kept)
+
+
+def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Dotted paths whose values differ, each with both values, sorted by path."""
+    before, now = dict(_leaves(saved, "")), dict(_leaves(current, ""))
+    missing = object()
+    return [
+        f"{path}: saved {_shown(before, path)}, now {_shown(now, path)}"
+        for path in sorted(before.keys() | now.keys())
+        if before.get(path, missing) != now.get(path, missing)
+    ]
+
+
+def _without_operational(section: str, value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    return {key: inner for key, inner in value.items() if f"{section}.{key}" not in _OPERATIONAL_KEYS}
+
+
+def _redact(key: str, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {inner: _redact(inner, item) for inner, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_redact(key, item) for item in value]
+    if isinstance(value, str):
+        return _REDACTED if _SECRET_NAME.search(key) else _USER_INFO.sub(f"{_REDACTED}@", value)
+    return value
+
+
+def _leaves(value: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, inner in value.items():
+        path = f"{prefix}{key}"
+        if isinstance(inner, Mapping) and inner:
+            yield from _leaves(inner, f"{path}.")
+        else:
+            yield path, list(inner) if isinstance(inner, tuple) else inner
+
+
+def _shown(leaves: Mapping[str, Any], path: str) -> str:
+    return repr(leaves[path]) if path in leaves else "absent"

@@ -1,0 +1,83 @@
+"""Every path in a store is built here and nowhere else. Paths are relative to the store, with `/`."""
+
+import re
+from dataclasses import dataclass
+
+_SLOT = re.compile(r"(?P<sequence>[0-9]{8})\.json")
+
+
+@dataclass(frozen=True, slots=True)
+class RunLayout:
+    """The paths of one run.
+
+    ```
+    <run>/run.json                          name, creation time, identity
+    <run>/manifests/00000007.json           the create-only log
+    <run>/parts/<sha256>.parquet            training rows and staged calls
+    <run>/state/<kind>-<sha256>.parquet     tables of the rollout state (progress: .json)
+    <run>/checkpoints/step_000012-<inc>/    weights, optimizer, RNG
+    <run>/trace/<process>.jsonl             events (object stores: <process>/00000001.jsonl ...)
+    ```
+    """
+
+    run: str
+
+    @property
+    def run_json(self) -> str:
+        """The record of the run itself."""
+        return f"{self.run}/run.json"
+
+    @property
+    def manifests(self) -> str:
+        """Folder of the manifest log."""
+        return f"{self.run}/manifests"
+
+    @property
+    def parts(self) -> str:
+        """Folder of the parts."""
+        return f"{self.run}/parts"
+
+    @property
+    def states(self) -> str:
+        """Folder of the state tables."""
+        return f"{self.run}/state"
+
+    @property
+    def checkpoints(self) -> str:
+        """Folder of the trainer checkpoints."""
+        return f"{self.run}/checkpoints"
+
+    @property
+    def traces(self) -> str:
+        """Folder of the traces."""
+        return f"{self.run}/trace"
+
+    def manifest(self, sequence: int) -> str:
+        """Slot `sequence` of the manifest log."""
+        return f"{self.manifests}/{sequence:08d}.json"
+
+    def sequence_of(self, path: str) -> int | None:
+        """The slot number of a path below `manifests`, or None for a file that is no slot."""
+        match = _SLOT.fullmatch(path.rpartition("/")[2])
+        return int(match["sequence"]) if match else None
+
+    def part(self, sha256: str) -> str:
+        """A part, named by the hash of its bytes."""
+        return f"{self.parts}/{sha256}.parquet"
+
+    def state(self, kind: str, sha256: str) -> str:
+        """A state table (Parquet), or the progress counters (JSON), named by the hash of its bytes."""
+        suffix = "json" if kind == "progress" else "parquet"
+        return f"{self.states}/{kind}-{sha256}.{suffix}"
+
+    def checkpoint(self, step: int, incarnation: str) -> str:
+        """Folder of the model files of a trainer checkpoint; each incarnation writes its own."""
+        return f"{self.checkpoints}/step_{step:06d}-{incarnation}"
+
+    def trace(self, process: str) -> str:
+        """The trace of one process, as one growing file."""
+        return f"{self.traces}/{process}.jsonl"
+
+    def trace_segment(self, process: str, number: int) -> str:
+        """Segment `number` of a trace in a store that can't append."""
+        return f"{self.traces}/{process}/{number:08d}.jsonl"

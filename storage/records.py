@@ -1,0 +1,210 @@
+"""The vocabulary every layer shares: prompts, groups, siblings and the state a cut captures.
+
+All records are immutable: owners replace them, so that a cut only copies references.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class RecoveryLevel(StrEnum):
+    """How much of an unfinished group a restart reuses."""
+
+    PROMPT_GROUP = "prompt_group"
+    SIBLING = "sibling"
+
+
+class GroupPhase(StrEnum):
+    """`reserved` -> `admitted`; only an admitted group can be dispatched."""
+
+    RESERVED = "reserved"
+    ADMITTED = "admitted"
+
+
+class GroupStatus(StrEnum):
+    """`generating` -> `ready_to_finalize` -> `finalizing` -> published (leaves the ledger)."""
+
+    GENERATING = "generating"
+    READY_TO_FINALIZE = "ready_to_finalize"
+    FINALIZING = "finalizing"
+
+
+class AttemptStatus(StrEnum):
+    """`reserved` -> `dispatched` -> `sealed` | `abandoned` (the next attempt is `reserved` again)."""
+
+    RESERVED = "reserved"
+    DISPATCHED = "dispatched"
+    SEALED = "sealed"
+
+
+class RowKind(StrEnum):
+    """The two kinds of rows in the data plane; each has its own schema."""
+
+    TRAINING_ROW = "training_rows"
+    STAGED_CALL = "staged_calls"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRef:
+    """Which prompt: its ordinal in the dataset, the pass over the dataset, and its content hash (sha256 hex)."""
+
+    prompt_id: int
+    epoch: int
+    content_hash: str
+
+    @property
+    def group_id(self) -> str:
+        """The id of this prompt's group: stable across retries and restarts."""
+        return f"e{self.epoch}-p{self.prompt_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt with its content: token ids for the model and the task's own JSON for scoring."""
+
+    ref: PromptRef
+    token_ids: tuple[int, ...]
+    task_json: str
+
+
+def rollout_id(group_id: str, generation_index: int) -> str:
+    """The id of a sibling, and of its training row."""
+    return f"{group_id}_g{generation_index}"
+
+
+def call_key(rollout: str, *, attempt: int, turn: int) -> str:
+    """The key of one captured model call in the staging area."""
+    return f"{rollout}/a{attempt}/t{turn}"
+
+
+@dataclass(frozen=True, slots=True)
+class SealedSibling:
+    """The terminal result of a sibling. Tokens lie in the data plane under `call_keys`."""
+
+    call_keys: tuple[str, ...]
+    digests: tuple[str, ...]
+    reward: float
+    masked: bool
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sibling:
+    """One generation slot: its current attempt, failure counts and, once sealed, its result."""
+
+    generation_index: int
+    attempt: int = 0
+    status: AttemptStatus = AttemptStatus.RESERVED
+    infrastructure_failures: int = 0
+    data_failures: int = 0
+    sealed: SealedSibling | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerGroup:
+    """One promised, unfinished prompt group. `batch` numbers the fetch it was reserved in."""
+
+    prompt: PromptRef
+    level: RecoveryLevel
+    batch: int
+    order: int
+    siblings: tuple[Sibling, ...]
+    phase: GroupPhase = GroupPhase.RESERVED
+    status: GroupStatus = GroupStatus.GENERATING
+    target_step: int | None = None
+    start_version: int | None = None
+
+    @property
+    def group_id(self) -> str:
+        """Stable id of the group."""
+        return self.prompt.group_id
+
+
+@dataclass(frozen=True, slots=True)
+class BufferedGroup:
+    """A finished group: its rows' ids, rewards and per-version token counts. `order` is dispatch order."""
+
+    prompt: PromptRef
+    order: int
+    target_step: int | None
+    start_version: int
+    row_ids: tuple[str, ...]
+    rewards: tuple[float, ...]
+    num_tokens: int
+    version_tokens: tuple[tuple[int, int], ...]
+    claimed_by: int | None = None
+
+    @property
+    def group_id(self) -> str:
+        """Stable id of the group."""
+        return self.prompt.group_id
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedGroup:
+    """A group trained since the anchor, with the step that trained it and its place in that step."""
+
+    step: int
+    position: int
+    group: BufferedGroup
+
+
+@dataclass(frozen=True, slots=True)
+class DroppedPrompt:
+    """A prompt given up on purpose, with the reason; it never comes back."""
+
+    prompt: PromptRef
+    reason: str
+    target_step: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class SourcePosition:
+    """Where the prompt source stands: the pass and how many prompts of it were taken."""
+
+    epoch: int = 0
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Counters and cursors that are saved with every bundle.
+
+    `shortfall` maps a target step to the number of groups that will never arrive for it.
+    `stamps` is what was learned from the sampler: True, False or not known yet. Train steps are numbered from 1;
+    the batch that step n consumes carries target step n - 1, the trainer's version when it is trained.
+    `sampler_cursor` is the highest target step admitted so far, -1 before the first.
+    """
+
+    train_steps: int = 0
+    trainer_version: int = 0
+    source: SourcePosition = SourcePosition()
+    sampler: str = "in_order"
+    sampler_cursor: int = -1
+    stamps: bool | None = None
+    next_batch: int = 0
+    next_order: int = 0
+    shortfall: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutState:
+    """Everything a cut captures except the rows: plain records, owned by nobody."""
+
+    progress: Progress
+    ledger: tuple[LedgerGroup, ...] = ()
+    buffer: tuple[BufferedGroup, ...] = ()
+    spares: tuple[PromptRef, ...] = ()
+    dropped: tuple[DroppedPrompt, ...] = ()
+    trained: tuple[TrainedGroup, ...] = ()
+
+    def row_ids(self) -> dict[str, RowKind]:
+        """Ids of every row this state refers to, with their kinds."""
+        ids = {row: RowKind.TRAINING_ROW for group in self.buffer for row in group.row_ids}
+        ids.update((row, RowKind.TRAINING_ROW) for t in self.trained for row in t.group.row_ids)
+        for group in self.ledger:
+            for sibling in group.siblings:
+                if sibling.sealed is not None:
+                    ids.update((key, RowKind.STAGED_CALL) for key in sibling.sealed.call_keys)
+        return ids

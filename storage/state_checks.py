@@ -1,0 +1,113 @@
+"""What must hold in every rollout state, whether it is about to be written or was just read."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from storage.records import (
+    AttemptStatus,
+    BufferedGroup,
+    GroupPhase,
+    GroupStatus,
+    LedgerGroup,
+    RolloutState,
+    Sibling,
+)
+
+
+def defects(state: RolloutState) -> list[str]:
+    """Every broken promise of the state, in words; empty when it is whole."""
+    return [
+        *_owned_once(state),
+        *_rows_once(state),
+        *(defect for group in state.ledger for defect in _ledger_group_defects(group)),
+        *_batch_defects(state.ledger),
+        *(defect for group in state.buffer for defect in _buffered_defects(group)),
+        *(defect for trained in state.trained for defect in _buffered_defects(trained.group)),
+        *_trained_defects(state),
+    ]
+
+
+def _owned_once(state: RolloutState) -> Iterator[str]:
+    owners: dict[str, list[str]] = {}
+    for owner, ids in (
+        ("ledger", [group.group_id for group in state.ledger]),
+        ("replay buffer", [group.group_id for group in state.buffer]),
+        ("trained groups", [trained.group.group_id for trained in state.trained]),
+        ("spare prompts", [prompt.group_id for prompt in state.spares]),
+        ("dropped prompts", [dropped.prompt.group_id for dropped in state.dropped]),
+    ):
+        for group_id in ids:
+            owners.setdefault(group_id, []).append(owner)
+    for group_id, found in owners.items():
+        if len(found) > 1:
+            yield f"group {group_id} has {len(found)} owners: {', '.join(found)}"
+
+
+def _rows_once(state: RolloutState) -> Iterator[str]:
+    groups = [*state.buffer, *(trained.group for trained in state.trained)]
+    yield from _duplicates("row", (row for group in groups for row in group.row_ids))
+    sealed = [s.sealed for group in state.ledger for s in group.siblings if s.sealed is not None]
+    yield from _duplicates("staged call", (key for result in sealed for key in result.call_keys))
+
+
+def _duplicates(what: str, ids: Iterable[str]) -> Iterator[str]:
+    for name, count in Counter(ids).items():
+        if count > 1:
+            yield f"{what} {name} is listed {count} times"
+
+
+def _ledger_group_defects(group: LedgerGroup) -> Iterator[str]:
+    indices = [sibling.generation_index for sibling in group.siblings]
+    if indices != list(range(len(indices))) or not indices:
+        yield f"group {group.group_id} has generation indices {indices}, expected 0, 1, ... without gaps"
+    admitted = group.phase is GroupPhase.ADMITTED
+    if admitted and group.start_version is None:
+        yield f"group {group.group_id} is admitted without a start version"
+    if not admitted and (group.target_step is not None or group.start_version is not None):
+        yield f"group {group.group_id} is only reserved, but carries a stamp or a start version"
+    sealed = [sibling.sealed is not None for sibling in group.siblings]
+    if group.status is not GroupStatus.GENERATING and not all(sealed):
+        yield f"group {group.group_id} is {group.status} with {sealed.count(False)} unsealed siblings"
+    for sibling in group.siblings:
+        if (defect := _sibling_defect(sibling, admitted=admitted)) is not None:
+            yield f"group {group.group_id}, sibling {sibling.generation_index}: {defect}"
+
+
+def _sibling_defect(sibling: Sibling, *, admitted: bool) -> str | None:
+    sealed = sibling.sealed
+    if sibling.status is not AttemptStatus.SEALED:
+        return f"is {sibling.status}, but holds a result" if sealed is not None else None
+    if sealed is None:
+        return "is sealed without a result"
+    if len(sealed.call_keys) != len(sealed.digests) or not (sealed.call_keys or sealed.masked):
+        return f"is sealed with {len(sealed.call_keys)} calls and {len(sealed.digests)} digests"
+    if not admitted:
+        return "is sealed although its group was never admitted"
+    return None
+
+
+def _batch_defects(ledger: Iterable[LedgerGroup]) -> Iterator[str]:
+    """Groups of one batch share one admission."""
+    first: dict[int, LedgerGroup] = {}
+    for group in ledger:
+        other = first.setdefault(group.batch, group)
+        if (group.phase, group.target_step) != (other.phase, other.target_step):
+            yield (
+                f"groups {other.group_id} and {group.group_id} share batch {group.batch}, but are "
+                f"{other.phase} for step {other.target_step} and {group.phase} for step {group.target_step}"
+            )
+
+
+def _buffered_defects(group: BufferedGroup) -> Iterator[str]:
+    if len(group.row_ids) != len(group.rewards) or not group.row_ids:
+        yield f"group {group.group_id} has {len(group.row_ids)} rows and {len(group.rewards)} rewards"
+
+
+def _trained_defects(state: RolloutState) -> Iterator[str]:
+    yield from _duplicates("place", (f"{t.position} of step {t.step}" for t in state.trained))
+    for trained in state.trained:
+        if trained.step > state.progress.train_steps:
+            yield (
+                f"group {trained.group.group_id} was trained in step {trained.step}, "
+                f"but only {state.progress.train_steps} steps are committed"
+            )

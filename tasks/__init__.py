@@ -1,0 +1,1 @@
+"""One retryable call each, named by number."""

@@ -1,0 +1,65 @@
+"""Reads every published bundle of a run and compares it with its manifest."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from storage.catalog import live_bundles
+from storage.errors import FormatUnsupported, NotFound, SnapshotCorrupt
+from storage.filesystem import Store
+from storage.layout import RunLayout
+from storage.manifests import BrokenSlot, Manifest, read_log
+from storage.snapshot_reader import read_bundle, verify_model_files
+
+
+@dataclass(frozen=True, slots=True)
+class BundleCheck:
+    """What became of one slot of the manifest log. `problem` is empty when everything is as promised."""
+
+    sequence: int
+    kind: str
+    step: int | None
+    rows: int
+    bytes: int
+    problem: str = ""
+
+
+def log_of(store: Store, layout: RunLayout) -> Sequence[Manifest | BrokenSlot]:
+    """The manifest log of a run that exists. Raises NotFound naming the runs there are."""
+    log = read_log(store, layout)
+    if log:
+        return log
+    runs = sorted({path.split("/")[0] for path in store.list("") if "/manifests/" in path})
+    known = f"it holds {', '.join(runs)}" if runs else "it holds no run at all; is --store right?"
+    raise NotFound(f"store {store.url} holds no run '{layout.run}': {known}")
+
+
+def check_run(store: Store, layout: RunLayout) -> Iterator[BundleCheck]:
+    """Every bundle that can be selected, and every slot that can't be read, oldest first. Raises NotFound."""
+    log = log_of(store, layout)
+    checkpoints, snapshots = live_bundles(log)
+    live = {manifest.sequence for manifest in (*checkpoints, *snapshots)}
+    for slot in log:
+        if isinstance(slot, BrokenSlot):
+            yield BundleCheck(slot.sequence, "unreadable", None, 0, 0, slot.reason)
+        elif slot.sequence in live:
+            yield check_bundle(store, layout, slot)
+
+
+def check_bundle(store: Store, layout: RunLayout, manifest: Manifest) -> BundleCheck:
+    """Read one bundle with its model files."""
+    total = sum(entry.bytes for entry in manifest.files)
+    try:
+        verify_model_files(store, manifest)
+        rows = len(read_bundle(store, layout, manifest).rows)
+    except (SnapshotCorrupt, FormatUnsupported) as error:
+        return BundleCheck(manifest.sequence, manifest.kind, manifest.step, 0, total, str(error))
+    return BundleCheck(manifest.sequence, manifest.kind, manifest.step, rows, total)
+
+
+def corruption(run: str, checks: Sequence[BundleCheck]) -> SnapshotCorrupt | None:
+    """The error that names every bundle that is not as promised; None when all are."""
+    bad = [check for check in checks if check.problem]
+    if not bad:
+        return None
+    details = "\n".join(f"  {check.sequence:08d} ({check.kind}): {check.problem}" for check in bad)
+    return SnapshotCorrupt(f"run {run}: {len(bad)} of {len(checks)} bundles are not what was published:\n{details}")

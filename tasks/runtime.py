@@ -1,0 +1,179 @@
+"""The live runtime of a run, as the flows see it: find or launch it, hold it as its driver, close it."""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import anyio
+from prefect import get_run_logger, task
+from prefect.cache_policies import NO_CACHE
+
+from storage.errors import MidflightError, RunAlreadyLive, StaleIncarnation
+from storage.identity import identity
+from storage.run_config import RunConfig
+from tasks.retries import RETRIES, RETRY_DELAYS_S, retry_condition
+
+# A runtime in one of these states can't train any more; what it published can be restored by a new one.
+FINISHED_STATES = frozenset({"failed", "ended"})
+# Before the last restore link nothing runs, and the chain may be applied (again).
+UNRESTORED_STATES = frozenset({"empty", "restoring"})
+RELEASE_DEADLINE_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeStatus:
+    """What a controller says about itself (`describe`)."""
+
+    run: str
+    incarnation: str
+    state: str
+    train_steps: int
+    trainer_version: int
+    max_steps: int
+    driver: str | None = None
+    pids: Mapping[str, Any] = field(default_factory=dict)
+    failure: str | None = None
+    config_fingerprint: str = ""
+
+    def fits(self, config: RunConfig) -> bool:
+        """Whether the runtime computes what this configuration asks for."""
+        same = self.config_fingerprint == identity(config).fingerprint
+        return same and self.max_steps == config.algorithm.max_steps
+
+
+class Runtime(Protocol):
+    """One run's controller, found by name at each call. Errors are MidflightErrors; `retryable` tells which help."""
+
+    @property
+    def run(self) -> str:
+        """Name of the run."""
+        ...
+
+    async def status(self) -> RuntimeStatus | None:
+        """What lives now under the run's name, or None."""
+        ...
+
+    async def launch(self, config: RunConfig, incarnation: str) -> None:
+        """Start controller and workers. Returns when they answer."""
+        ...
+
+    async def end(self) -> None:
+        """End controller and workers, whatever their state."""
+        ...
+
+    async def attach(self, driver: str) -> None:
+        """Become the driver. Raises RunAlreadyLive while another one is."""
+        ...
+
+    async def detach(self, driver: str) -> None:
+        """Stop being the driver; another one may attach at once."""
+        ...
+
+    async def heartbeat(self, driver: str) -> None:
+        """Tell the controller that its driver lives."""
+        ...
+
+    async def restore_link(self, link: str, plan: Mapping[str, Any], incarnation: str) -> dict[str, Any]:
+        """Reset and apply one link of the restore chain."""
+        ...
+
+    async def train_steps(self, first: int, last: int, incarnation: str) -> list[dict[str, Any]]:
+        """Reports of the steps `first` to `last`: driven, joined, or read again if committed already."""
+        ...
+
+    async def attempt_snapshot(self, number: int, *, force: bool, incarnation: str) -> dict[str, Any]:
+        """One numbered snapshot attempt."""
+        ...
+
+    async def close(self, *, snapshot: bool) -> dict[str, Any]:
+        """Stop the pumps; with `snapshot`, publish what is unfinished."""
+        ...
+
+
+OwnerIsGone = Callable[[str], Awaitable[bool]]
+
+
+@task(
+    name="ensure-runtime",
+    persist_result=False,
+    cache_policy=NO_CACHE,
+    retries=RETRIES,
+    retry_delay_seconds=RETRY_DELAYS_S,
+    retry_condition_fn=retry_condition,
+)
+async def ensure_runtime(runtime: Runtime, config: RunConfig, driver: str, owner_is_gone: OwnerIsGone) -> RuntimeStatus:
+    """A runtime that this driver holds: the living one, or a new incarnation.
+
+    A runtime that failed or ended, or that was started with another configuration, is replaced: the store has what it
+    published. Raises RunAlreadyLive when another driver holds it and `owner_is_gone` does not say otherwise.
+    """
+    status = await runtime.status()
+    if status is not None:
+        await take_over(runtime, status, driver, owner_is_gone)
+        if status.state not in FINISHED_STATES and status.fits(config):
+            return status
+        get_run_logger().info("runtime %s is %s and is replaced", status.incarnation, status.state)
+        if status.state not in FINISHED_STATES:
+            await runtime.close(snapshot=True)
+        await runtime.end()
+    await runtime.launch(config, new_incarnation())
+    await runtime.attach(driver)
+    launched = await runtime.status()
+    if launched is None:
+        raise StaleIncarnation(f"run {runtime.run}: its controller ended right after it was started; see Ray's logs")
+    return launched
+
+
+async def take_over(runtime: Runtime, status: RuntimeStatus, driver: str, owner_is_gone: OwnerIsGone) -> None:
+    """Become the driver of a living runtime; a driver whose flow run is over is sent away first."""
+    try:
+        await runtime.attach(driver)
+    except RunAlreadyLive:
+        owner = status.driver
+        if owner is None or not await owner_is_gone(owner):
+            raise
+        await runtime.detach(owner)
+        await runtime.attach(driver)
+
+
+@task(name="close-runtime", persist_result=False, cache_policy=NO_CACHE)
+async def close_runtime(runtime: Runtime, snapshot: bool) -> dict[str, Any]:
+    """Publish what is unfinished, then end controller and workers."""
+    closed = await runtime.close(snapshot=snapshot)
+    await runtime.end()
+    return closed
+
+
+@asynccontextmanager
+async def held(runtime: Runtime, driver: str, *, every_s: float) -> AsyncIterator[None]:
+    """Send heartbeats while the block runs; afterwards let go, so that the next driver can attach at once.
+
+    Letting go is best effort and bounded: a runtime that does not answer notices the silence by itself.
+    """
+
+    async def beat() -> None:
+        while True:
+            await asyncio.sleep(every_s)
+            with suppress(MidflightError):  # the calls that need the controller tell what is wrong with it
+                await runtime.heartbeat(driver)
+
+    beating = asyncio.create_task(beat())
+    try:
+        yield
+    finally:
+        beating.cancel()
+        with anyio.move_on_after(RELEASE_DEADLINE_S, shield=True), suppress(MidflightError):
+            await runtime.detach(driver)
+
+
+def new_incarnation() -> str:
+    """The id of a new runtime; nothing that was meant for another one is accepted by it."""
+    return uuid.uuid4().hex[:12]
+
+
+def reached_end_of_data(reports: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the last of these step reports says that the dataset is used up."""
+    return bool(reports) and bool(reports[-1].get("end_of_data", False))

@@ -1,0 +1,364 @@
+"""Fakes behind the controller's Protocols, and a `World` in which a run is started, killed and started again."""
+
+import asyncio
+import hashlib
+import json
+import os
+import tempfile
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from gpu_workers.controller.barrier import Cut, Mutation
+from gpu_workers.controller.ports import Failure, GroupOrder, SiblingResult, StepResult, WeightsRef
+from gpu_workers.controller.prompt_source import PromptSource
+from gpu_workers.controller.published_bundles import PublishedBundles
+from gpu_workers.controller.restorer import RestorePlan
+from gpu_workers.controller.single_controller import SingleController
+from storage.catalog import select
+from storage.checkpoints import CheckpointFiles
+from storage.filesystem import Store, open_store
+from storage.layout import RunLayout
+from storage.manifests import FileEntry, ManifestLog
+from storage.records import RolloutState, RowKind, SourcePosition, call_key, rollout_id
+from storage.run_config import RunConfig
+from storage.schemas import STAGED_CALLS, row_digest
+from storage.snapshot_reader import RestoredBundle
+from storage.state_checks import defects
+
+_MEMORY_DISK = "/dev/shm"  # noqa: S108
+
+
+class FakeDataset:
+    """Procedural prompts; `changed` ordinals have another content, as if the dataset had been swapped."""
+
+    def __init__(self, size: int, changed: frozenset[int] = frozenset()) -> None:
+        self._size = size
+        self._changed = changed
+
+    def __len__(self) -> int:
+        return self._size
+
+    def prompt(self, ordinal: int) -> tuple[tuple[int, ...], str]:
+        salt = 7 if ordinal in self._changed else 0
+        return (1, 2, ordinal % 50 + salt), json.dumps({"ordinal": ordinal})
+
+    def fingerprint(self) -> str:
+        prompts = [self.prompt(ordinal) for ordinal in range(self._size)]
+        return hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
+
+
+class FakeGenerator:
+    """Tokens are a pure function of (prompt, epoch, generation index). Siblings can be held, delayed and failed."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.orders: list[GroupOrder] = []
+        self.generated: list[str] = []
+        self.failures: dict[str, list[Failure | Exception]] = {}
+        self.held: Callable[[str, int], bool] = lambda group_id, index: False
+        self._released = asyncio.Event()
+        self.loads: list[int] = []
+        self.refit_failures: list[Exception] = []
+        self.aborted: list[str] = []
+        self.closed: list[str] = []
+
+    def release(self) -> None:
+        """Let every held sibling go on, and hold none from now on."""
+        self.held = lambda group_id, index: False
+        self._released.set()
+
+    async def generate(self, order: GroupOrder) -> AsyncGenerator[SiblingResult, None]:
+        self.orders.append(order)
+        try:
+            for sibling in order.siblings:
+                rollout = rollout_id(order.group_id, sibling.generation_index)
+                await asyncio.sleep(0)
+                if self.held(order.group_id, sibling.generation_index):
+                    await self._released.wait()
+                if self.failures.get(rollout):
+                    failure = self.failures[rollout].pop(0)
+                    if isinstance(failure, Exception):
+                        raise failure
+                    yield SiblingResult(sibling.generation_index, sibling.attempt, failure=failure)
+                    continue
+                self.generated.append(rollout)
+                yield self.result(order, sibling.generation_index, sibling.attempt)
+        finally:
+            self.closed.append(order.group_id)
+
+    def result(self, order: GroupOrder, index: int, attempt: int) -> SiblingResult:
+        ref = order.prompt.ref
+        rng = np.random.default_rng([ref.prompt_id, ref.epoch, index])
+        tokens = rng.integers(1, 50, size=3 + int(rng.integers(0, 4))).tolist()
+        rollout = rollout_id(order.group_id, index)
+        row: dict[str, Any] = {"rollout_id": rollout, "group_id": order.group_id, "attempt": attempt, "turn": 0}
+        row |= {"row_id": call_key(rollout, attempt=attempt, turn=0), "parent_key": None, "finish_reason": "stop"}
+        row |= {"prompt_token_ids": list(order.prompt.token_ids), "token_ids": tokens}
+        row |= {"logprobs": [float(np.float32(-t / 7)) for t in tokens]}
+        row |= {"version_starts": [0], "versions": [self.version]}
+        row["digest"] = row_digest(RowKind.STAGED_CALL, row)
+        calls = pa.RecordBatch.from_pylist([row], schema=STAGED_CALLS)
+        return SiblingResult(index, attempt, calls=calls, reward=(tokens[0] % 10) / 10)
+
+    async def load_weights(self, weights: WeightsRef) -> Mapping[str, float]:
+        await asyncio.sleep(0)
+        if self.refit_failures:
+            raise self.refit_failures.pop(0)
+        self.version = weights.version
+        self.loads.append(weights.version)
+        return {"load_s": 0.0}
+
+    async def abort(self, group_id: str) -> None:
+        await asyncio.sleep(0)
+        self.aborted.append(group_id)
+
+
+class FakeTrainer:
+    """Its weights are a hash chain over the digests it was trained on, so that equal histories give equal weights."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.weights = "initial"
+        self.pending: list[str] = []
+        self.trained: list[list[str]] = []
+        self.finished: dict[int, StepResult] = {}
+        self.before_microbatch: Callable[[], None] = lambda: None
+        self.before_finish: Callable[[], None] = lambda: None
+        self.before_save: Callable[[], None] = lambda: None
+        self.microbatch_gate: asyncio.Event | None = None
+        self.finish_gate: asyncio.Event | None = None
+        self.save_gate: asyncio.Event | None = None
+        self.waiting_at = ""
+
+    async def begin_step(self, step: int) -> None:
+        self.pending = []
+
+    async def train_microbatch(self, rows: Sequence[pa.RecordBatch]) -> Mapping[str, float]:
+        await asyncio.sleep(0)
+        await self._wait_at("microbatch", self.microbatch_gate)
+        self.before_microbatch()
+        for batch in rows:
+            self.pending += batch.column("digest").to_pylist()
+        return {}
+
+    async def flush_microbatches(self) -> None:
+        await asyncio.sleep(0)
+
+    async def finish_step(self, step: int) -> StepResult:
+        await asyncio.sleep(0)
+        self.before_finish()
+        await self._wait_at("finish", self.finish_gate)
+        self.weights = hashlib.sha256((self.weights + "".join(self.pending)).encode()).hexdigest()
+        self.trained.append(self.pending)
+        return StepResult(step, {"loss": 0.0}, self.weights)
+
+    async def publish_weights(self, version: int) -> WeightsRef:
+        return WeightsRef(version, f"fake:{self.weights}")
+
+    async def save(self, prefix: str) -> Sequence[Mapping[str, Any]]:
+        await self._wait_at("save", self.save_gate)
+        self.before_save()
+        entry = CheckpointFiles(self._store, prefix).put("weights.txt", self.weights.encode(), "weights")
+        return [entry.model_dump()]
+
+    async def restore(self, files: Sequence[Mapping[str, Any]] | None) -> None:
+        self.weights = "initial"
+        for entry in files or ():
+            self.weights = CheckpointFiles(self._store, "").fetch(FileEntry(**entry)).decode()
+
+    async def _wait_at(self, place: str, gate: asyncio.Event | None) -> None:
+        if gate is not None:
+            self.waiting_at = place
+            await gate.wait()
+            self.waiting_at = ""
+
+
+class FactTrace:
+    """Keeps every event in memory."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+
+    def record(self, event: str, **fields: Any) -> None:
+        self.events.append({"event": event, **fields})
+
+    def of(self, event: str) -> list[dict[str, Any]]:
+        return [e for e in self.events if e["event"] == event]
+
+
+@dataclass
+class World:
+    """One run in one store, and its current incarnation. `kill` ends an incarnation without any goodbye."""
+
+    config: RunConfig
+    store: Any  # a `TroubledStore` of tests/conftest.py
+    dataset: FakeDataset
+    incarnations: int = 0
+    lives: list[tuple[int, FactTrace]] = field(default_factory=list)
+    generator: FakeGenerator = field(default_factory=FakeGenerator)
+    trace: FactTrace = field(default_factory=FactTrace)
+
+    def change(self, section: str, **values: Any) -> None:
+        """Another configuration for the next incarnation."""
+        whole = self.config.model_dump()
+        self.config = make_config(**{**whole, section: {**whole[section], **values}})
+
+    def boot(self) -> SingleController:
+        """A new, empty controller that has claimed the run."""
+        self.incarnations += 1
+        self.layout = RunLayout(self.config.name)
+        log = ManifestLog(self.store, self.layout, f"incarnation-{self.incarnations}")
+        log.claim()
+        saving = {"checkpointing": self.config.checkpointing, "snapshots": self.config.rollout_checkpointing}
+        self.bundles = PublishedBundles(self.store, self.layout, log, **saving)
+        self.generator, self.trainer, self.trace = FakeGenerator(), FakeTrainer(self.store), FactTrace()
+        workers = {"generator": self.generator, "trainer": self.trainer}
+        self.controller = SingleController(
+            self.config, dataset=self.dataset, bundles=self.bundles, trace=self.trace, **workers
+        )
+        return self.controller
+
+    def plan(self) -> RestorePlan:
+        """What selection picks in this store now."""
+        saved = self.config.checkpointing
+        layout = RunLayout(self.config.name)
+        chosen = select(self.store, layout, mode=saved.restore_mode, allow_older=saved.allow_older)
+        return RestorePlan(*(None if m is None else m.sequence for m in (chosen.target, chosen.anchor)))
+
+    async def start(self) -> SingleController:
+        """Boot, select, restore and start: what a `train` run does."""
+        self.boot()
+        return await self.restore(self.plan())
+
+    async def restore(self, plan: RestorePlan) -> SingleController:
+        """Restore and start the booted controller."""
+        await self.controller.restore(plan)
+        self.lives.append((self.controller.parts.state.train_steps, self.trace))
+        self.check()
+        return self.controller
+
+    async def kill(self) -> None:
+        """End the incarnation at once; only the store survives."""
+        await self.controller.close("killed")
+
+    async def settle(self, predicate: Callable[[], bool], turns: int = 50_000) -> None:
+        """Let the event loop run until `predicate` holds, looking after every turn; fail when it never does."""
+        for turn in range(turns):
+            if predicate():
+                return
+            await asyncio.sleep(0 if turn % 10 else 0.0005)
+        raise AssertionError("the awaited condition never came true")
+
+    async def train(self, first: int, last: int) -> list[Mapping[str, Any]]:
+        """Train steps; the invariants hold before and after each."""
+        reports = []
+        for step in range(first, last + 1):
+            self.check()
+            reports += await self.controller.train_steps(step, step)
+        self.check()
+        return reports
+
+    async def snapshot(self, number: int, *, force: bool = False) -> RestoredBundle:
+        """A completed snapshot attempt, read back and checked."""
+        outcome = await self.controller.attempt_snapshot(number, force=force)
+        assert outcome.outcome == "completed", outcome
+        bundle = self.bundles.read(outcome.sequence)
+        self.require_whole(bundle.state, set(bundle.rows))
+        return bundle
+
+    async def snapshots_while(self, work: asyncio.Task[Any]) -> list[RestoredBundle]:
+        """As many snapshots as there is time for, each read back and checked, until `work` is done."""
+        bundles, outcomes = [], []
+        while not work.done():
+            outcomes.append(await self.controller.attempt_snapshot(len(outcomes) + 1, force=True))
+            if outcomes[-1].outcome == "completed" and not work.done():
+                bundles.append(self.bundles.read(outcomes[-1].sequence))
+                self.require_whole(bundles[-1].state, set(bundles[-1].rows))
+        await work
+        return bundles
+
+    def check(self) -> None:
+        """Invariants I1 to I5 of the live controller."""
+        parts, cut = self.controller.parts, Cut("check")
+        dropped, spares = tuple(parts.state.dropped), tuple(parts.state.spares)
+        ledger, buffer = parts.ledger.capture(cut), parts.buffer.capture(cut)
+        state = RolloutState(parts.progress(cut), ledger, buffer, spares, dropped)
+        self.require_whole(state, set(parts.rows.capture(cut)))
+        running = self.controller.describe()["running_groups"]
+        assert running <= min(len(ledger), self.config.generation.max_inflight_groups)  # I5
+
+    def require_whole(self, state: RolloutState, rows: set[str]) -> None:
+        """Every passed prompt has one owner (I1, I2), rows are the index (I3), stamps are used up exactly (I4)."""
+        assert defects(state) == []
+        progress, size = state.progress, self.config.algorithm.num_prompts_per_step
+        history = self.history()
+        owners = Counter(group for step in range(1, progress.train_steps + 1) for group in history[step])
+        owners.update(group.group_id for group in (*state.ledger, *state.buffer, *state.spares))
+        owners.update(dropped.prompt.group_id for dropped in state.dropped)
+        assert owners == Counter(self.passed(progress.source))
+        assert rows == set(state.row_ids())
+        stamps = Counter(g.target_step for g in (*state.ledger, *state.buffer) if g.target_step is not None)
+        admitted = range(progress.trainer_version, progress.sampler_cursor + 1)
+        assert stamps.keys() <= set(admitted)
+        assert all(stamps[s] + progress.shortfall.get(s, 0) == size for s in admitted)
+
+    def history(self) -> dict[int, tuple[str, ...]]:
+        """Groups of every step that counts: a restore rolls back the steps after the restored one."""
+        steps: dict[int, tuple[str, ...]] = {}
+        for restored, trace in self.lives:
+            steps = {step: groups for step, groups in steps.items() if step <= restored}
+            steps.update((e["step"], tuple(e["group_ids"])) for e in trace.of("train_step"))
+        return steps
+
+    def passed(self, position: SourcePosition) -> list[str]:
+        """Group ids of the prompts before a position, in the order of the source."""
+        return self.passed_by(position.epoch * len(self.dataset) + position.offset)
+
+    def passed_by(self, count: int) -> list[str]:
+        """Group ids of the first prompts of the source."""
+        data = self.config.data
+        source = PromptSource(self.dataset, num_epochs=data.num_epochs, seed=data.seed, shuffle=data.shuffle)
+        return [prompt.group_id for prompt in source.take(Mutation("check"), count)]
+
+
+def make_config(**sections: Any) -> RunConfig:
+    """A small run: 4 prompts x 2 generations, 3 steps, lookahead 1, unless told otherwise."""
+    base: dict[str, Any] = {
+        "name": "run",
+        "algorithm": {"num_prompts_per_step": 4, "num_generations_per_prompt": 2, "max_steps": 3},
+        "data": {"num_prompts": 40},
+        "async_rl": {"retry_backoff_s": 0.001, "retry_backoff_max_s": 0.002},
+        "store": {"url": "memory://unused"},
+    }
+    for section, values in sections.items():
+        base[section] = {**base.get(section, {}), **values} if isinstance(values, dict) else values
+    return RunConfig.model_validate(base)
+
+
+@pytest.fixture
+def configure() -> Callable[..., RunConfig]:
+    return make_config
+
+
+@pytest.fixture
+def data_failure() -> Failure:
+    return Failure(infrastructure=False, message="the answer can't be scored")
+
+
+@pytest.fixture
+def make_world(troubled: Callable[[Store], Any]) -> Iterator[Callable[..., World]]:
+    """Worlds on a local store of their own; in memory where the system has a disk there, since each write is synced."""
+
+    def make(*, dataset: FakeDataset | None = None, **sections: Any) -> World:
+        config = make_config(**sections)
+        place = tempfile.mkdtemp(dir=folder)
+        return World(config, troubled(open_store(place)), dataset or FakeDataset(config.data.num_prompts))
+
+    with tempfile.TemporaryDirectory(dir=_MEMORY_DISK if os.access(_MEMORY_DISK, os.W_OK) else None) as folder:
+        yield make

@@ -1,0 +1,46 @@
+"""What people see: the restore report, the reward curve, the table of steps."""
+
+import base64
+from xml.etree import ElementTree
+
+from tasks.reports import restore_markdown, step_row
+from tasks.reward_curve import data_uri, reward_curve_svg
+
+SELECTED = {
+    "target": 7,
+    "anchor": 5,
+    "kind": "rollout_snapshot",
+    "step": 12,
+    "passed_over": [[8, "rows.parquet: sha256 differs"]],
+}
+
+
+def test_the_restore_report_names_bundle_anchor_and_what_was_passed_over():
+    text = restore_markdown("run", "inc", SELECTED, {"rows": 1234}, {"ledger": {"groups": 3}})
+    assert "rollout_snapshot 00000007" in text
+    assert "checkpoint 00000005" in text
+    assert "`00000008`: rows.parquet: sha256 differs" in text
+    assert "| ledger | groups: 3 |" in text
+    assert "1,234" in text
+
+
+def test_a_fresh_start_is_reported_as_one():
+    nothing = {"target": None, "anchor": None, "kind": None, "step": 0, "passed_over": []}
+    assert "fresh start" in restore_markdown("run", "inc", nothing, {}, {})
+
+
+def test_the_reward_curve_is_an_image_that_needs_no_server():
+    uri = data_uri(reward_curve_svg("a<b", [(1, 0.25), (2, 0.5), (3, 0.75)]))
+    svg = ElementTree.fromstring(base64.b64decode(uri.removeprefix("data:image/svg+xml;base64,")))
+    line = svg.find("{http://www.w3.org/2000/svg}polyline")
+    assert line is not None
+    assert len(line.attrib["points"].split()) == 3
+
+
+def test_a_curve_without_steps_can_be_drawn():
+    ElementTree.fromstring(reward_curve_svg("run", []))
+
+
+def test_a_step_row_shows_only_the_metrics_there_are():
+    row = step_row({"step": 3, "rewards_mean": 0.5, "batch_age": 1.0, "seconds": 0.2, "metrics": {"loss": 0.1}})
+    assert row == {"step": 3, "reward": 0.5, "batch age": 1.0, "seconds": 0.2, "loss": 0.1}
