@@ -6,41 +6,11 @@ manifest. It imports neither torch nor vLLM nor Ray.
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from storage.algorithm_config import AlgorithmConfig
+from storage.config_section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 from storage.records import RecoveryLevel
-
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-
-
-class Section(BaseModel):
-    """Base of all sections: immutable and strict about its keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
-
-
-class AlgorithmConfig(Section):
-    """The policy-gradient algorithm and its optimizer."""
-
-    kind: Literal["grpo"] = Field("grpo", description="Algorithm.")
-    max_steps: PositiveInt = Field(100, description="Train steps of the run.")
-    num_prompts_per_step: PositiveInt = Field(16, description="Prompt groups that one optimizer step consumes.")
-    num_generations_per_prompt: Annotated[int, Field(ge=2)] = Field(
-        8, description="Completions per prompt: the group of the advantage baseline."
-    )
-    learning_rate: PositiveFloat = Field(3e-4, description="AdamW learning rate.")
-    adam_betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW betas.")
-    weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="AdamW weight decay.")
-    max_gradient_norm: PositiveFloat = Field(1.0, description="Gradients are clipped to this norm.")
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = Field(0.2, description="The ratio is clipped below 1 - clip_low.")
-    clip_high: PositiveFloat = Field(0.28, description="The ratio is clipped above 1 + clip_high.")
-    importance_weight_cap: PositiveFloat = Field(
-        2.0, description="Truncation of the generator-trainer importance weight."
-    )
-    divide_by_standard_deviation: bool = Field(True, description="Divide advantages by their group's deviation.")
-    microbatch_rows: PositiveInt = Field(64, description="Rows of one forward and backward pass.")
 
 
 class DataConfig(Section):
@@ -86,6 +56,11 @@ class AsyncRlConfig(Section):
     sampler: Literal["in_order"] = Field("in_order", description="Which finished groups a train step takes.")
     max_lookahead_versions: NonNegativeInt = Field(
         1, description="Steps that may be dispatched beyond the one being trained. 0 is synchronous."
+    )
+    warmup_lookahead_versions: NonNegativeInt | None = Field(
+        None,
+        description="max_lookahead_versions while the critic warms up (algorithm.policy_training_start_step): "
+        "weights do not change then, so that running further ahead costs no staleness. null: no difference.",
     )
     buffer_capacity: PositiveInt | None = Field(
         None,
@@ -184,8 +159,20 @@ class RunConfig(Section):
         needed = self.algorithm.num_prompts_per_step * (self.async_rl.max_lookahead_versions + 1)
         return self.async_rl.buffer_capacity or needed
 
+    def lookahead_versions(self, version: int) -> int:
+        """How far dispatch may run ahead of generators at `version`, in train steps.
+
+        While the critic warms up (N = algorithm.policy_training_start_step) weights do not change, so that it may be
+        `warmup_lookahead_versions`. Towards its end the window closes again: no batch dispatched before version N is
+        meant for a step after N + `max_lookahead_versions`, so that none is trained more updates late than usual.
+        """
+        usual, warmup = self.async_rl.max_lookahead_versions, self.async_rl.warmup_lookahead_versions
+        left = self.algorithm.policy_training_start_step - version
+        return usual if warmup is None or left <= 0 else max(usual, min(warmup, left + usual))
+
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Self:
+        self._refuse_needless_warmup()
         needed = self.algorithm.num_prompts_per_step * (self.async_rl.max_lookahead_versions + 1)
         if self.buffer_capacity < needed:
             raise ValueError(
@@ -197,11 +184,6 @@ class RunConfig(Section):
                 f"data.num_prompts is {self.data.num_prompts}, less than algorithm.num_prompts_per_step "
                 f"{self.algorithm.num_prompts_per_step}: no step could ever be filled"
             )
-        if self.algorithm.importance_weight_cap < 1 + self.algorithm.clip_high:
-            raise ValueError(
-                f"algorithm.importance_weight_cap {self.algorithm.importance_weight_cap} is less than "
-                f"1 + algorithm.clip_high {self.algorithm.clip_high}: the cap would act before the clipping"
-            )
         if self.generation.max_new_tokens >= self.generation.max_model_len:
             raise ValueError(
                 f"generation.max_new_tokens {self.generation.max_new_tokens} leaves no room for a prompt in "
@@ -212,3 +194,18 @@ class RunConfig(Section):
         if self.cluster.driver_ttl_s < self.cluster.driver_lease_s:
             raise ValueError("cluster.driver_ttl_s is less than cluster.driver_lease_s")
         return self
+
+    def _refuse_needless_warmup(self) -> None:
+        warmup, usual = self.async_rl.warmup_lookahead_versions, self.async_rl.max_lookahead_versions
+        if warmup is None:
+            return
+        if self.algorithm.policy_training_start_step == 0:
+            raise ValueError(
+                f"async_rl.warmup_lookahead_versions is {warmup}, but no critic warms up: "
+                "algorithm.policy_training_start_step is 0; remove the one, or raise the other (algorithm.kind 'ppo')"
+            )
+        if warmup < usual:
+            raise ValueError(
+                f"async_rl.warmup_lookahead_versions is {warmup}, less than async_rl.max_lookahead_versions {usual}; "
+                "it is meant to run further ahead than usual"
+            )
