@@ -22,6 +22,9 @@ class CriticConfig(Section):
 
     learning_rate: PositiveFloat = Field(1e-3, description="AdamW learning rate of the critic.")
     max_gradient_norm: PositiveFloat = Field(1.0, description="The critic's gradients are clipped to this norm.")
+    num_epochs: PositiveInt | None = Field(
+        None, description="How often a train step visits each of its rows for the critic; null: algorithm.num_epochs."
+    )
     gamma: Share = Field(1.0, description="Discount from one sampled token to the next.")
     gae_lambda: Share = Field(0.95, description="Lambda of generalized advantage estimation.")
     value_clip: PositiveFloat | None = Field(

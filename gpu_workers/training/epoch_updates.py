@@ -3,7 +3,7 @@
 All updates happen in `finish`, the optimizer-commit window: until then no network has changed.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -39,6 +39,8 @@ class EpochUpdates:
         self._statistics = StepStatistics(device=learner.device)
         self._critic_statistics = CriticStatistics(device=learner.device)
         self._loss = PolicyLoss(learner, self._statistics)
+        critic = learner.critic
+        self._critic_loss = None if critic is None else CriticLoss(learner, critic, self._critic_statistics)
         self._prepared: list[PreparedRow] = []
         self._norms: list[float] = []
         self._critic_norms: list[float] = []
@@ -59,12 +61,22 @@ class EpochUpdates:
         """All epochs."""
         described = {} if self._learner.critic is None else describe_values(self._prepared, self._learner)
         own = {row.number: row for row in self._with_final_advantages()}
-        epochs = self._config.num_epochs if rows.num_tokens else 0
-        for epoch in range(epochs):
+        policy_epochs, critic_epochs = self._epochs() if rows.num_tokens else (0, 0)
+        for epoch in range(max(policy_epochs, critic_epochs)):
             for numbers in self._minibatches(len(rows.lengths), epoch):
                 lengths = [rows.lengths[number] for number in numbers]
-                self._update(numbers, lengths, own, visit_policy=self._trains_policy or epoch == 0)
-        return {**self._metrics(rows, epochs if self._trains_policy else min(epochs, 1)), **described}
+                mine = [own[number] for number in numbers.tolist() if number in own]
+                if epoch < policy_epochs:
+                    self._visit_policy(mine, denominator=self._denominator(lengths))
+                if epoch < critic_epochs:
+                    self._update_critic(mine, num_tokens=sum(lengths))
+        return {**self._metrics(rows, policy_epochs), **described}
+
+    def _epochs(self) -> tuple[int, int]:
+        """(policy, critic)."""
+        policy = self._config.num_epochs if self._trains_policy else 1
+        critic = self._config.critic.num_epochs or self._config.num_epochs
+        return policy, critic if self._learner.critic is not None else 0
 
     def _with_final_advantages(self) -> Sequence[PreparedRow]:
         """Advantages of a critic get mean 0 and deviation 1 over the trained tokens of the step, all ranks."""
@@ -88,25 +100,6 @@ class EpochUpdates:
             order = np.random.default_rng((self._learner.seed, self._step, epoch)).permutation(num_rows)
         yield from np.array_split(order, count)
 
-    def _update(
-        self,
-        numbers: NDArray[np.int64],
-        lengths: Sequence[int],
-        own: Mapping[int, PreparedRow],
-        *,
-        visit_policy: bool,
-    ) -> None:
-        """One update of each network from the rows of these numbers; `lengths`: their trained tokens."""
-        rows = [own[number] for number in numbers.tolist() if number in own]
-        if visit_policy:
-            self._visit_policy(rows, denominator=self._denominator(lengths))
-        if self._learner.critic is not None:
-            loss = CriticLoss(self._learner, self._learner.critic, self._critic_statistics)
-            for microbatch in self._microbatches(rows):
-                loss.add(microbatch)
-            self._demand("critic's loss", self._critic_statistics.loss_is_finite)
-            self._critic_norms.append(self._apply(self._learner.critic.optimizer, sum(lengths)))
-
     def _visit_policy(self, rows: Sequence[PreparedRow], *, denominator: int) -> None:
         # After the first update the policy isn't the published version any more: no token is fresh then.
         version = None if self._norms else self._version
@@ -115,6 +108,14 @@ class EpochUpdates:
         self._demand("loss", self._statistics.loss_is_finite)
         if self._trains_policy:
             self._norms.append(self._apply(self._learner.optimizer, denominator))
+
+    def _update_critic(self, rows: Sequence[PreparedRow], *, num_tokens: int) -> None:
+        if self._critic_loss is None or self._learner.critic is None:
+            return
+        for microbatch in self._microbatches(rows):
+            self._critic_loss.add(microbatch)
+        self._demand("critic's loss", self._critic_statistics.loss_is_finite)
+        self._critic_norms.append(self._apply(self._learner.critic.optimizer, num_tokens))
 
     def _demand(self, what: str, is_finite: bool) -> None:
         """Raise on all ranks if a loss isn't finite on one: none may wait for the gradients of another."""
