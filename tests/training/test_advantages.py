@@ -77,9 +77,7 @@ def test_generalized_advantages_are_discounted_sums_of_surprises(gamma: float, g
     lengths = [6, 1, 3, 6]
     rewards, values = (torch.randn(4, 6, generator=random, dtype=torch.float64) for _ in range(2))
     final = torch.tensor([0.0, 0.7, 0.0, -0.4], dtype=torch.float64)
-    found = generalized_advantages(
-        rewards, values, torch.tensor(lengths), final, gamma=gamma, gae_lambda=gae_lambda
-    )
+    found = generalized_advantages(rewards, values, torch.tensor(lengths), final, gamma=gamma, gae_lambda=gae_lambda)
     for row, length in enumerate(lengths):
         expected = summed_surprises(
             rewards[row, :length].tolist(),

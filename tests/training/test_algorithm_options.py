@@ -207,7 +207,9 @@ def test_several_epochs_and_minibatches_do_not_depend_on_how_calls_cut_rows(
     assert run_step(make_trainer(**options), 1, rows).weights_sha256 not in hashes
 
 
-def test_an_epoch_of_one_minibatch_measures_what_a_single_update_does(make_trainer: Any, make_rows: Any, run_step: Any) -> None:
+def test_an_epoch_of_one_minibatch_measures_what_a_single_update_does(
+    make_trainer: Any, make_rows: Any, run_step: Any
+) -> None:
     """With a learning rate of nothing the second epoch repeats the first."""
     rows = make_rows(groups=4)
     once = run_step(make_trainer(), 1, rows)

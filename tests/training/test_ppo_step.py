@@ -74,9 +74,7 @@ class PlainPpo:
         rows = [row for batch in batches for row in batch.to_pylist() if not row["masked"]]
         sampled = [[p for p, mask in enumerate(row["loss_mask"]) if mask] for row in rows]
         values = [self._values(row) for row in rows]
-        estimates = [
-            self._estimates(r, v.tolist(), p) for r, v, p in zip(rows, values, sampled, strict=True)
-        ]
+        estimates = [self._estimates(r, v.tolist(), p) for r, v, p in zip(rows, values, sampled, strict=True)]
         plain = np.array([a for row in estimates for a in row])
         scaled = (plain - plain.mean()) / (plain.std(ddof=1) + 1e-6) if normalize else plain
         now = torch.cat([v[[p - 1 for p in at]] for v, at in zip(values, sampled, strict=True)])
