@@ -111,10 +111,10 @@ def test_the_share_of_exact_answers_rises_by_at_least_0_3(name: str, tmp_path: P
     overrides = [f"store.url={tmp_path}/store", f"algorithm.max_steps={STEPS}"]
     config = load_config(ROOT / "configs" / f"{name}.yaml", overrides)
     model_dir = ensure_model(config, cache)
-    started = time.perf_counter()
+    started, started_cpu = time.perf_counter(), time.process_time()
     steps = learn(config, tmp_path, model_dir)
-    seconds = time.perf_counter() - started
-    print(f"\n{name}: {len(steps)} steps in {seconds:.0f} s")
+    seconds, cpu = time.perf_counter() - started, time.process_time() - started_cpu
+    print(f"\n{name}: {len(steps)} steps in {seconds:.0f} s, {cpu:.0f} s of CPU")
     shown = ("exact", "reward", "entropy", "clip_fraction", "gradient_norm", "value_loss", "explained_variance")
     print("".join(f"{column:>20}" for column in ("step", *shown)))
     for step in range(0, len(steps), max(1, len(steps) // 8)):

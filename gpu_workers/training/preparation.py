@@ -44,23 +44,21 @@ def prepare(rows: Sequence[TrainedRow], learner: Learner) -> list[PreparedRow]:
     """Prepare the rows of one forward pass; changes nothing."""
     plain = [row.row for row in rows]
     lengths = [row.num_sampled_tokens for row in plain]
+    advantages = [np.full(length, row.advantage, dtype=np.float32) for row, length in zip(rows, lengths, strict=True)]
+    needs_start = learner.config.clip_reference == "trainer" and not learner.config.updates_once
+    if not needs_start and learner.reference is None and learner.critic is None:
+        return [PreparedRow(row.number, row.row, values) for row, values in zip(rows, advantages, strict=True)]
     batch = pad_rows(plain, device=learner.device)
-    start = _split(_start_logprobs(batch, learner), lengths)
+    start = _split(learner.policy.score(batch).logprobs if needs_start else None, lengths)
     reference = _split(None if learner.reference is None else learner.reference.score(batch).logprobs, lengths)
     values: Sequence[Floats | None] = [None] * len(rows)
     returns = values
-    advantages = [np.full(length, row.advantage, dtype=np.float32) for row, length in zip(rows, lengths, strict=True)]
     if learner.critic is not None:
         estimated, expected = _advantages(plain, lengths, batch, learner.critic, learner)
         advantages = _cut(estimated, lengths)
         values, returns = _cut(expected, lengths), _cut(estimated + expected, lengths)
     columns = zip(rows, advantages, start, reference, values, returns, strict=True)
     return [PreparedRow(row.number, row.row, *arrays) for row, *arrays in columns]
-
-
-def _start_logprobs(batch: TokenBatch, learner: Learner) -> Tensor | None:
-    needed = learner.config.clip_reference == "trainer" and not learner.config.updates_once
-    return learner.policy.score(batch).logprobs if needed else None
 
 
 def _advantages(
