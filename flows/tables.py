@@ -4,7 +4,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -16,21 +15,25 @@ BUNDLES = ("trainer_checkpoint", "rollout_snapshot")
 
 
 def error_panel(error: BaseException) -> Panel:
-    """One clear message."""
-    return Panel(Text(str(error)), title=type(error).__name__, title_align="left", border_style="red")
+    """One clear message; colours that a worker's log put into it are removed."""
+    text = Text.from_ansi(str(error)).plain
+    return Panel(Text(text), title=type(error).__name__, title_align="left", border_style="red")
 
 
 def snapshots_table(run: str, log: Sequence[Manifest | BrokenSlot], *, everything: bool) -> Table:
     """The bundles of a run by age, or (`everything`) every slot of the log."""
     retired = {sequence for slot in log if isinstance(slot, Manifest) for sequence in slot.retires}
-    table = Table(title=f"Run {run}", title_justify="left", box=SIMPLE_HEAD)
+    table = Table(title=f"Run {run}", title_justify="left", box=None, padding=(0, 1, 0, 0))
     for column in ("#", "kind", "step", "published", "anchor", "unfinished", "sealed", "ready", "size"):
         table.add_column(column, justify="left" if column in ("kind", "published") else "right", no_wrap=True)
     for slot in log:
         if isinstance(slot, BrokenSlot):
-            table.add_row(str(slot.sequence), f"[red]{slot.reason}[/red]")
+            table.add_row(str(slot.sequence), "unreadable", style="red")
         elif everything or (slot.kind in BUNDLES and slot.sequence not in retired):
             table.add_row(*_snapshot_row(slot), style="dim" if slot.sequence in retired else None)
+    broken = [f"{slot.sequence}: {slot.reason}" for slot in log if isinstance(slot, BrokenSlot)]
+    table.caption = "\n".join(broken) or None
+    table.caption_justify = "left"
     return table
 
 
@@ -88,10 +91,10 @@ def size(num_bytes: int) -> str:
     value = float(num_bytes)
     for unit in ("B", "KiB", "MiB"):
         if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+            return f"{value:.1f} {unit}" if value < 10 and unit != "B" else f"{value:.0f} {unit}"
         value /= 1024
     return f"{value:.1f} GiB"
 
 
 def _moment(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds).strftime("%d %b %H:%M:%S")
+    return datetime.fromtimestamp(seconds).strftime("%d %b %H:%M")

@@ -34,7 +34,10 @@ def log_of(store: Store, layout: RunLayout) -> Sequence[Manifest | BrokenSlot]:
 
 
 def check_run(store: Store, layout: RunLayout) -> Iterator[BundleCheck]:
-    """Every bundle that can be selected, and every slot that can't be read, oldest first. Raises NotFound."""
+    """Every bundle that can be selected, and every slot that can't be read, oldest first. The run may be live.
+
+    Raises NotFound when the store holds no such run.
+    """
     log = log_of(store, layout)
     checkpoints, snapshots = live_bundles(log)
     live = {manifest.sequence for manifest in (*checkpoints, *snapshots)}
@@ -42,7 +45,14 @@ def check_run(store: Store, layout: RunLayout) -> Iterator[BundleCheck]:
         if isinstance(slot, BrokenSlot):
             yield BundleCheck(slot.sequence, "unreadable", None, 0, 0, slot.reason)
         elif slot.sequence in live:
-            yield check_bundle(store, layout, slot)
+            check = check_bundle(store, layout, slot)
+            if not check.problem or not _was_retired(store, layout, slot.sequence):
+                yield check
+
+
+def _was_retired(store: Store, layout: RunLayout, sequence: int) -> bool:
+    """Whether a live run's retention removed a bundle while it was being read; it says so before it deletes."""
+    return any(isinstance(slot, Manifest) and sequence in slot.retires for slot in read_log(store, layout))
 
 
 def check_bundle(store: Store, layout: RunLayout, manifest: Manifest) -> BundleCheck:

@@ -14,7 +14,7 @@ from prefect.cache_policies import NO_CACHE
 from storage.errors import MidflightError, RunAlreadyLive, StaleIncarnation
 from storage.identity import identity
 from storage.run_config import RunConfig
-from tasks.retries import RETRIES, RETRY_DELAYS_S, retry_condition
+from tasks.retries import RETRY_DELAYS_S, retry_condition
 
 # A runtime in one of these states can't train any more; what it published can be restored by a new one.
 FINISHED_STATES = frozenset({"failed", "ended"})
@@ -100,8 +100,8 @@ OwnerIsGone = Callable[[str], Awaitable[bool]]
     name="ensure-runtime",
     persist_result=False,
     cache_policy=NO_CACHE,
-    retries=RETRIES,
-    retry_delay_seconds=RETRY_DELAYS_S,
+    retries=1,  # a launch takes long, and most reasons to fail stay
+    retry_delay_seconds=RETRY_DELAYS_S[0],
     retry_condition_fn=retry_condition,
 )
 async def ensure_runtime(runtime: Runtime, config: RunConfig, driver: str, owner_is_gone: OwnerIsGone) -> RuntimeStatus:

@@ -8,7 +8,7 @@ import pytest
 
 from storage.filesystem import Store, open_store
 from storage.layout import RunLayout
-from storage.manifests import Anchor, Manifest, ManifestLog
+from storage.manifests import Anchor, Manifest, ManifestDraft, ManifestLog
 from storage.records import Progress, RolloutState
 from storage.run_config import RunConfig
 from storage.snapshot_writer import CapturedBundle, SnapshotWriter
@@ -40,6 +40,12 @@ class EmptyRun:
                 dataset_fingerprint="f" * 64,
             )
         )
+
+    def retire(self, manifest: Manifest) -> None:
+        """What retention does: first it says so, then it deletes."""
+        self._log.append(ManifestDraft(kind="retired", retires=(manifest.sequence,)))
+        for entry in manifest.files:
+            self.store.delete(entry.path)
 
     def damage(self, manifest: Manifest, kind: str) -> str:
         """Flip one bit of a state file; its path."""

@@ -24,6 +24,15 @@ def test_a_flipped_bit_is_found_and_its_file_named(empty_run):
     assert damaged in str(error)
 
 
+def test_a_bundle_that_retention_removes_meanwhile_is_no_defect(empty_run):
+    retired, kept = empty_run.publish(), empty_run.publish(next_batch=1)
+    checks = check_run(empty_run.store, empty_run.layout)  # the log is read with the first check
+    first = next(checks)
+    assert first.sequence == retired.sequence
+    empty_run.retire(kept)
+    assert list(checks) == []
+
+
 def test_a_slot_that_cannot_be_read_is_reported(empty_run):
     manifest = empty_run.publish()
     empty_run.store.write(empty_run.layout.manifest(manifest.sequence), b"{}")
