@@ -4,6 +4,7 @@ One `RunConfig` is the YAML file of `midflight train`, the parameter form in the
 manifest. It imports neither torch nor vLLM nor Ray.
 """
 
+import re
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -13,6 +14,12 @@ from storage.records import RecoveryLevel
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
+
+_IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_SAMPLER_LIMITS = {
+    "max_lookahead_versions": ("in_order", "custom"),
+    "max_staleness_versions": ("weight_fifo", "ready_first", "windowed", "custom"),
+}
 
 
 class Section(BaseModel):
@@ -83,13 +90,25 @@ class GenerationConfig(Section):
 class AsyncRlConfig(Section):
     """How far generation may run ahead, and what happens when rollouts fail."""
 
-    sampler: Literal["in_order"] = Field("in_order", description="Which finished groups a train step takes.")
+    sampler: Literal["in_order", "weight_fifo", "ready_first", "windowed", "custom"] = Field(
+        "in_order", description="When batches are dispatched, and which finished groups a train step takes."
+    )
     max_lookahead_versions: NonNegativeInt = Field(
-        1, description="Steps that may be dispatched beyond the one being trained. 0 is synchronous."
+        1, description="in_order: steps that may be dispatched beyond the one being trained. 0 is synchronous."
+    )
+    max_staleness_versions: NonNegativeInt = Field(
+        1,
+        description="weight_fifo, ready_first: batches that may be dispatched beyond the step being trained. "
+        "weight_fifo, windowed: versions by which a group's start may lie behind the trainer; older ones are given up.",
+    )
+    freshest_first: bool = Field(False, description="windowed: take the newest start version first.")
+    custom_sampler: str | None = Field(
+        None, description="custom: import path of the sampler's class, such as 'team.samplers:ShortestFirst'."
     )
     buffer_capacity: PositiveInt | None = Field(
         None,
-        description="Most groups in buffer and flight; by default num_prompts_per_step x (lookahead + 1).",
+        description="Most groups in buffer and flight. By default what the sampler needs: num_prompts_per_step x "
+        "(lookahead or staleness + 1), and no bound for windowed.",
     )
     max_infrastructure_failures: NonNegativeInt = Field(5, description="Infrastructure failures a sibling survives.")
     max_data_failures: NonNegativeInt = Field(1, description="Data failures a sibling survives.")
@@ -179,19 +198,57 @@ class RunConfig(Section):
     cluster: ClusterConfig = ClusterConfig()
 
     @property
-    def buffer_capacity(self) -> int:
-        """Most groups in buffer and flight together."""
-        needed = self.algorithm.num_prompts_per_step * (self.async_rl.max_lookahead_versions + 1)
-        return self.async_rl.buffer_capacity or needed
+    def buffer_capacity(self) -> int | None:
+        """Most groups in buffer and flight together; None: no bound, or a custom sampler's own."""
+        return self.async_rl.buffer_capacity or self._needed_capacity()
+
+    def _needed_capacity(self) -> int | None:
+        """What a sampler that dispatches one batch for each version needs."""
+        limits = self.async_rl
+        match limits.sampler:
+            case "in_order":
+                return self.algorithm.num_prompts_per_step * (limits.max_lookahead_versions + 1)
+            case "weight_fifo" | "ready_first":
+                return self.algorithm.num_prompts_per_step * (limits.max_staleness_versions + 1)
+            case _:
+                return None
+
+    @model_validator(mode="after")
+    def _refuse_sampler_without_room(self) -> Self:
+        given, step_size = self.async_rl.buffer_capacity, self.algorithm.num_prompts_per_step
+        needed = self._needed_capacity() or step_size
+        if given is not None and given < needed:
+            raise ValueError(
+                f"async_rl.buffer_capacity is {given}, but sampler {self.async_rl.sampler} needs {needed} "
+                f"({needed // step_size} x algorithm.num_prompts_per_step {step_size})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _refuse_options_of_other_samplers(self) -> Self:
+        """An option that would do nothing was meant for another sampler."""
+        limits, sampler = self.async_rl, self.async_rl.sampler
+        if (sampler == "custom") != (limits.custom_sampler is not None):
+            raise ValueError(
+                f"async_rl.sampler is {sampler} and async_rl.custom_sampler is {limits.custom_sampler!r}; a sampler of "
+                "your own needs both, 'custom' and 'package.module:Class'"
+            )
+        if limits.custom_sampler is not None and not _IMPORT_PATH.fullmatch(limits.custom_sampler):
+            raise ValueError(f"async_rl.custom_sampler is {limits.custom_sampler!r}; expected package.module:Class")
+        if limits.freshest_first and sampler not in ("windowed", "custom"):
+            raise ValueError(f"async_rl.freshest_first has no effect on sampler {sampler}; it belongs to windowed")
+        for option, users in _SAMPLER_LIMITS.items():
+            value, unset = getattr(limits, option), AsyncRlConfig.model_fields[option].default
+            if value != unset and sampler not in users:
+                other = next(name for name in _SAMPLER_LIMITS if name != option)
+                raise ValueError(
+                    f"async_rl.{option} is {value}, but sampler {sampler} is bounded by async_rl.{other}; "
+                    f"set async_rl.{other} to {value} and leave {option} out"
+                )
+        return self
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Self:
-        needed = self.algorithm.num_prompts_per_step * (self.async_rl.max_lookahead_versions + 1)
-        if self.buffer_capacity < needed:
-            raise ValueError(
-                f"async_rl.buffer_capacity is {self.buffer_capacity}, but in_order with max_lookahead_versions "
-                f"{self.async_rl.max_lookahead_versions} needs {needed} (num_prompts_per_step x (lookahead + 1))"
-            )
         if self.data.num_prompts < self.algorithm.num_prompts_per_step:
             raise ValueError(
                 f"data.num_prompts is {self.data.num_prompts}, less than algorithm.num_prompts_per_step "

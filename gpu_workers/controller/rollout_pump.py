@@ -9,6 +9,8 @@ import asyncio
 from gpu_workers.controller.barrier import Mutation
 from gpu_workers.controller.group_runner import GroupRunner
 from gpu_workers.controller.parts import RolloutParts
+from gpu_workers.controller.samplers.build import capacity_of
+from storage.errors import BrokenInvariant
 from storage.records import GroupPhase, LedgerGroup, PromptRef
 
 
@@ -20,6 +22,7 @@ class RolloutPump:
         self._runner = runner
         self._running: set[str] = set()
         self._step_size = parts.config.algorithm.num_prompts_per_step
+        self._capacity = capacity_of(parts.config, parts.sampler)
 
     @property
     def running(self) -> int:
@@ -100,9 +103,11 @@ class RolloutPump:
 
     async def _admit_and_launch(self, tasks: asyncio.TaskGroup, batch: int) -> None:
         parts, state = self._parts, self._parts.state
-        await state.changed.wait_for(lambda: not state.parked and parts.sampler.may_admit(state.generator_version))
+        await state.changed.wait_for(self._may_admit)
         async with parts.barrier.mutation("admit") as mutation:
             stamp = parts.sampler.admit(mutation)
+            if state.stamps not in (None, stamp is not None):
+                raise BrokenInvariant(f"sampler '{parts.sampler.name}' stamps some batches and others not")
             groups = parts.ledger.admit(mutation, batch, target_step=stamp, start_version=state.generator_version)
             state.stamps = stamp is not None
             if stamp is not None and len(groups) < self._step_size:
@@ -117,8 +122,26 @@ class RolloutPump:
         for group in groups:
             await self._launch(tasks, group)
 
+    def _may_admit(self) -> bool:
+        state = self._parts.state
+        allowed = self._parts.sampler.may_admit(state.generator_version)
+        return not state.parked and (allowed or self._cannot_fill_step())
+
+    def _cannot_fill_step(self) -> bool:
+        """Whether the step that the trainer waits for can't be filled from what was admitted.
+
+        Groups given up without a stamp leave no shortfall: gate and step would wait for each other for ever.
+        """
+        state, buffer = self._parts.state, self._parts.buffer
+        if state.stamps is not False or state.generator_version != state.trainer_version or buffer.claimed():
+            return False
+        return len(buffer) + len(self._parts.ledger.admitted()) < self._step_size
+
     async def _launch(self, tasks: asyncio.TaskGroup, group: LedgerGroup) -> None:
-        await self._parts.state.changed.wait_for(lambda: self._has_room(group))
+        ledger = self._parts.ledger
+        await self._parts.state.changed.wait_for(lambda: group.group_id not in ledger or self._has_room(group))
+        if group.group_id not in ledger:
+            return  # given up as stale before there was room
         self._running.add(group.group_id)
         tasks.create_task(self._run(group.group_id), name=f"group {group.group_id}")
 
@@ -130,9 +153,20 @@ class RolloutPump:
             self._parts.state.changed.notify()
 
     def _has_room(self, group: LedgerGroup) -> bool:
-        """Capacity is derived from its owners. A group of the step in training always may run: others wait for it."""
-        state, config = self._parts.state, self._parts.config
-        if state.parked or self.running >= config.generation.max_inflight_groups:
+        """Capacity is derived from its owners. What the step in training waits for may always run."""
+        state = self._parts.state
+        if state.parked or self.running >= self._parts.config.generation.max_inflight_groups:
             return False
-        needed_now = group.target_step is not None and group.target_step <= state.trainer_version
-        return needed_now or self.running + len(self._parts.buffer) < config.buffer_capacity
+        if self._capacity is None or self.running + len(self._parts.buffer) < self._capacity:
+            return True
+        if group.target_step is not None:
+            return group.target_step <= state.trainer_version
+        return self._waits_for_launch()
+
+    def _waits_for_launch(self) -> bool:
+        """Without stamps: whether the trainer waits, and nothing runs that could end its waiting."""
+        parts, version = self._parts, self._parts.state.trainer_version
+        if self.running or parts.buffer.claimed():
+            return False
+        ready, unfinished, size = parts.buffer.ready(), parts.ledger.admitted(), self._step_size
+        return not parts.sampler.select(ready, unfinished, version=version, least=size, most=size)

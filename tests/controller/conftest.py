@@ -303,6 +303,10 @@ class World:
         owners.update(dropped.prompt.group_id for dropped in state.dropped)
         assert owners == Counter(self.passed(progress.source))
         assert rows == set(state.row_ids())
+        if progress.stamps is False:
+            assert not progress.shortfall
+            assert {g.target_step for g in (*state.ledger, *state.buffer)} <= {None}
+            return
         stamps = Counter(g.target_step for g in (*state.ledger, *state.buffer) if g.target_step is not None)
         admitted = range(progress.trainer_version, progress.sampler_cursor + 1)
         assert stamps.keys() <= set(admitted)
