@@ -5,6 +5,7 @@ sampler, capacity.
 """
 
 import asyncio
+from dataclasses import replace
 
 from gpu_workers.controller.barrier import Mutation
 from gpu_workers.controller.group_runner import GroupRunner
@@ -103,7 +104,8 @@ class RolloutPump:
 
     async def _admit_and_launch(self, tasks: asyncio.TaskGroup, batch: int) -> None:
         parts, state = self._parts, self._parts.state
-        await state.changed.wait_for(self._may_admit)
+        first = next(group for group in parts.ledger.groups() if group.batch == batch)
+        await state.changed.wait_for(lambda: self._may_admit(first))
         async with parts.barrier.mutation("admit") as mutation:
             stamp = parts.sampler.admit(mutation)
             if state.stamps not in (None, stamp is not None):
@@ -122,10 +124,18 @@ class RolloutPump:
         for group in groups:
             await self._launch(tasks, group)
 
-    def _may_admit(self) -> bool:
-        state = self._parts.state
-        allowed = self._parts.sampler.may_admit(state.generator_version)
-        return not state.parked and (allowed or self._cannot_fill_step())
+    def _may_admit(self, group: LedgerGroup) -> bool:
+        """The sampler's gate. Without stamps a group's age counts from here: its batch is admitted when there is room.
+
+        Nothing is started from weights that are too old already: their refit is under way.
+        """
+        state, sampler = self._parts.state, self._parts.sampler
+        started = replace(group, start_version=state.generator_version)
+        if state.parked or sampler.should_abort_inflight(started, version=state.trainer_version):
+            return False
+        if state.stamps is False and not self._has_room(started):
+            return False
+        return sampler.may_admit(state.generator_version) or self._cannot_fill_step()
 
     def _cannot_fill_step(self) -> bool:
         """Whether the step that the trainer waits for can't be filled from what was admitted.
@@ -164,9 +174,11 @@ class RolloutPump:
         return self._waits_for_launch()
 
     def _waits_for_launch(self) -> bool:
-        """Without stamps: whether the trainer waits, and nothing runs that could end its waiting."""
-        parts, version = self._parts, self._parts.state.trainer_version
-        if self.running or parts.buffer.claimed():
+        """Without stamps: whether the trainer waits, and neither what runs nor an eviction could end its waiting."""
+        parts, state, size = self._parts, self._parts.state, self._step_size
+        ready, unfinished, version = parts.buffer.ready(), parts.ledger.admitted(), state.trainer_version
+        if self.running or parts.buffer.claimed() or state.generator_version != version:
             return False
-        ready, unfinished, size = parts.buffer.ready(), parts.ledger.admitted(), self._step_size
+        if parts.sampler.evict(ready, version=version):
+            return False
         return not parts.sampler.select(ready, unfinished, version=version, least=size, most=size)
