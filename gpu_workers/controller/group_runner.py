@@ -30,24 +30,32 @@ class GroupRunner:
         self._generator = generator
         self._finalizer = finalizer
         self._policy = FailurePolicy(parts.config)
-        self._tasks: dict[str, asyncio.Task[Any] | None] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    async def run(self, group_id: str) -> None:
-        """Run a group, and then whichever spare prompts take its place, until one is published or none is left."""
-        current: str | None = group_id
-        while current is not None and current in self._parts.ledger:
-            self._tasks[current] = asyncio.current_task()
-            try:
-                replacement = await self._run_one(current)
-            finally:
-                del self._tasks[current]
-            current = replacement
+    @property
+    def running(self) -> int:
+        """Groups started and not ended."""
+        return len(self._tasks)
+
+    def start(self, tasks: asyncio.TaskGroup, group_id: str) -> None:
+        """Run a group, and then whichever prompts take its place, until one is published or none is left."""
+        self._tasks[group_id] = tasks.create_task(self._run(group_id), name=f"group {group_id}")
 
     def stop(self, group_id: str) -> None:
-        """End the task that runs a group which is not in the ledger any more; groups that don't run are ignored."""
-        task = self._tasks.get(group_id)
+        """End the task of a group that is not in the ledger any more; a group that does not run is ignored."""
+        task = self._tasks.pop(group_id, None)
         if task is not None:
             task.cancel()
+
+    async def _run(self, group_id: str) -> None:
+        current = group_id
+        try:
+            while (replacement := await self._run_one(current)) is not None:
+                self._tasks[replacement] = self._tasks.pop(current)
+                current = replacement
+        finally:
+            self._tasks.pop(current, None)
+            self._parts.state.changed.notify()
 
     async def _run_one(self, group_id: str) -> str | None:
         """Publish the group (None), or give it up (the id of its replacement, if any)."""

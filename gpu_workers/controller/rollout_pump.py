@@ -21,14 +21,13 @@ class RolloutPump:
     def __init__(self, parts: RolloutParts, runner: GroupRunner) -> None:
         self._parts = parts
         self._runner = runner
-        self._running: set[str] = set()
         self._step_size = parts.config.algorithm.num_prompts_per_step
         self._capacity = capacity_of(parts.config, parts.sampler)
 
     @property
     def running(self) -> int:
         """Groups launched and not finished."""
-        return len(self._running)
+        return self._runner.running
 
     async def run(self) -> None:
         """Run until every prompt is taken and every group has left the ledger. An error of one group ends all."""
@@ -152,15 +151,7 @@ class RolloutPump:
         await self._parts.state.changed.wait_for(lambda: group.group_id not in ledger or self._has_room(group))
         if group.group_id not in ledger:
             return  # given up as stale before there was room
-        self._running.add(group.group_id)
-        tasks.create_task(self._run(group.group_id), name=f"group {group.group_id}")
-
-    async def _run(self, group_id: str) -> None:
-        try:
-            await self._runner.run(group_id)
-        finally:
-            self._running.discard(group_id)
-            self._parts.state.changed.notify()
+        self._runner.start(tasks, group.group_id)
 
     def _has_room(self, group: LedgerGroup) -> bool:
         """Capacity is derived from its owners. What the step in training waits for may always run."""

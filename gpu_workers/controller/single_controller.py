@@ -132,6 +132,7 @@ class SingleController:
         reports: list[Mapping[str, Any]] = []
         for step in range(first, last + 1):
             async with self._train_lock:
+                self._require_running("train_steps")  # it may have been closed while this call waited for its turn
                 report = await self._drive_step(step)
             if report is None:
                 return [*reports, {"step": step - 1, "end_of_data": True}]
