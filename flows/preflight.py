@@ -7,6 +7,7 @@ from pathlib import Path
 
 from flows.home import Home
 from flows.service_state import read_state
+from gpu_workers.controller.samplers.build import build_sampler
 from gpu_workers.environments.tasks import build_task
 from storage.errors import ConfigurationError, RunAlreadyLive
 from storage.filesystem import open_store
@@ -14,8 +15,9 @@ from storage.run_config import RunConfig
 
 
 def check(config: RunConfig) -> None:
-    """Task, model and store. Raises ConfigurationError or StoreUnsuitable; nothing was started."""
+    """Task, sampler, model and store. Raises ConfigurationError or StoreUnsuitable; nothing was started."""
     build_task(config.data)
+    build_sampler(config)
     model = config.policy.model
     if model != "tiny" and not (Path(model).expanduser() / "config.json").is_file():
         raise ConfigurationError(
