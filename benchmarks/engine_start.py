@@ -6,6 +6,7 @@ machine. Ray itself is started before the clock.
 
 import argparse
 import asyncio
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ import ray
 from gpu_workers.controller.ports import GroupOrder, SiblingOrder
 from gpu_workers.environments.tasks import build_task
 from gpu_workers.generation.generator_actor import GENERATOR_ACTOR_OPTIONS, GeneratorActor
+from gpu_workers.generation.generator_client import GeneratorClient
 from gpu_workers.generation.runtime_env import generator_env
 from gpu_workers.models.tiny import ensure_model
 from storage.records import Prompt, PromptRef
@@ -36,8 +38,8 @@ async def first_token(config: RunConfig, model_dir: Path, cache: Path | None) ->
     ready = time.perf_counter()
     token_ids, task_json = build_task(config.data).prompt(0)
     order = GroupOrder("e0-p0", Prompt(PromptRef(0, 0, ""), token_ids, task_json), (SiblingOrder(0, 0),))
-    async for reference in handle.generate.options(num_returns="streaming").remote(order):
-        await reference
+    async for _ in GeneratorClient(handle).generate(order):
+        pass
     token = time.perf_counter()
     ray.kill(handle)
     return ready - started, token - started
@@ -53,7 +55,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model_dir = ensure_model(config, Path(folder))
         ray.init(address="local", include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
-        print(f"{'start':>6} {'ready s':>9} {'first token s':>14}")
+        print(f"{'start':>6} {'ready s':>9} {'first token s':>14}   load {os.getloadavg()[0]:.1f}")
         for number in range(arguments.rounds):
             cache = Path(folder) / f"cache-{number}" if arguments.cold else None
             ready, token = asyncio.run(first_token(config, model_dir, cache))

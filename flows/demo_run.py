@@ -45,7 +45,7 @@ async def kill_and_continue(config: RunConfig, store: Store, state: ServiceState
     await _await_crash(first)
     second = await _start(config, state, console)
     successors = asyncio.create_task(_processes_of(config))
-    ended = await follow(second, config, console)
+    ended = await follow(second, config, Home.current(), console)
     if not is_completed(ended):
         successors.cancel()
         raise DemoFailed(f"the second train did not complete: {failure_of(ended)}")

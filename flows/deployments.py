@@ -11,16 +11,24 @@ from uuid import UUID
 
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterName,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+)
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.exceptions import ObjectAlreadyExists
 from prefect.states import Cancelling
 
 from flows.failures import DeploymentFailed
 from flows.service_state import WORK_POOL
+from storage.errors import RunAlreadyLive
 
 PREFECT_FILE = Path(__file__).resolve().parents[1] / "prefect.yaml"
 TRAIN = "train/train"
 DEPLOY_DEADLINE_S = 180.0
+PREFECTS_PREAMBLE = "Flow run encountered an exception: "
 
 
 def deploy() -> None:
@@ -57,6 +65,21 @@ async def start_flow_run(deployment: str, parameters: Mapping[str, Any], *, name
         return await client.create_flow_run_from_deployment(found.id, parameters=dict(parameters), name=name)
 
 
+async def refuse_unfinished(name: str) -> None:
+    """Raises RunAlreadyLive while a flow run of this name is on its way: it may not hold its runtime yet."""
+    unfinished = [StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
+    async with get_client() as client:
+        found = await client.read_flow_runs(
+            flow_run_filter=FlowRunFilter(
+                name=FlowRunFilterName(any_=[name]),
+                state=FlowRunFilterState(type=FlowRunFilterStateType(any_=unfinished)),
+            )
+        )
+    if found:
+        state = found[0].state_name or "unfinished"
+        raise RunAlreadyLive(f"flow run {name} ({found[0].id}) is {state}: wait for it, or cancel it in the Prefect UI")
+
+
 async def cancel_flow_run(client: PrefectClient, flow_run_id: UUID) -> None:
     """Ask the worker to end the flow run's process."""
     await client.set_flow_run_state(flow_run_id, Cancelling())
@@ -65,7 +88,7 @@ async def cancel_flow_run(client: PrefectClient, flow_run_id: UUID) -> None:
 def failure_of(run: FlowRun) -> str:
     """Why a flow run did not complete, without Prefect's preamble."""
     message = (run.state.message if run.state is not None else None) or "no reason was recorded"
-    return message.removeprefix("Flow run encountered an exception: ")
+    return message.replace(PREFECTS_PREAMBLE, "")
 
 
 def is_completed(run: FlowRun) -> bool:

@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from flows.deployments import cancel_flow_run
+from flows.home import Home
+from flows.local_services import require_services
 from storage.errors import StoreError
 from storage.filesystem import open_store
 from storage.layout import RunLayout
@@ -25,10 +27,11 @@ CANCEL_DEADLINE_S = 45.0
 Show = Callable[[RunProgress], None]
 
 
-async def follow(run: FlowRun, config: RunConfig, console: Console) -> FlowRun:
+async def follow(run: FlowRun, config: RunConfig, home: Home, console: Console) -> FlowRun:
     """Show progress until the flow run is over; returns it in its final state.
 
-    Interrupted (Ctrl-C), it cancels the flow run and waits until that has ended.
+    Interrupted (Ctrl-C), it cancels the flow run and waits until that has ended. Raises ServicesFailed when a local
+    service has ended, since the flow run would then wait for ever.
     """
     progress = RunProgress()
     follower = TraceFollower(open_store(config.store.url), RunLayout(config.name))
@@ -39,6 +42,7 @@ async def follow(run: FlowRun, config: RunConfig, console: Console) -> FlowRun:
                     with suppress(StoreError):  # the picture can wait for the store
                         progress.add(await asyncio.to_thread(follower.poll))
                     show(progress)
+                    require_services(home)
                     if current.state is not None and current.state.is_final():
                         return current
             except asyncio.CancelledError:

@@ -68,6 +68,15 @@ def stop(home: Home) -> bool:
     return True
 
 
+def require_services(home: Home) -> None:
+    """Raises ServicesFailed, with the end of its log, when a service that ran has ended."""
+    state = read_state(home)
+    if state is None or state.status == "failed" or not state.is_supervised():
+        raise ServicesFailed(
+            state.detail if state is not None and state.detail else f"the services of {home.root} ended"
+        )
+
+
 def _join(home: Home, configured: Mapping[str, str], user: ProcessId) -> ServiceState:
     """Register as a user of the running set, or of a new one."""
     deadline = time.monotonic() + STOP_DEADLINE_S

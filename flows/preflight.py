@@ -9,13 +9,17 @@ from flows.home import Home
 from flows.service_state import read_state
 from gpu_workers.controller.samplers.build import build_sampler
 from gpu_workers.environments.tasks import build_task
-from storage.errors import ConfigurationError, RunAlreadyLive
+from storage.catalog import live_bundles
+from storage.errors import ConfigurationError, DatasetChanged, RunAlreadyLive
 from storage.filesystem import open_store
-from storage.run_config import RunConfig
+from storage.identity import differences
+from storage.layout import RunLayout
+from storage.manifests import read_log
+from storage.run_config import DataConfig, RunConfig
 
 
 def check(config: RunConfig) -> None:
-    """Task, sampler, model and store. Raises ConfigurationError or StoreUnsuitable; nothing was started."""
+    """Task, sampler, model and store. Raises ConfigurationError, StoreUnsuitable."""
     build_task(config.data)
     build_sampler(config)
     model = config.policy.model
@@ -25,6 +29,30 @@ def check(config: RunConfig) -> None:
             "give 'tiny' or the folder of a Hugging Face model"
         )
     open_store(config.store.url, deadline_s=config.store.deadline_s).probe()
+
+
+def trained_steps(config: RunConfig) -> int:
+    """Steps of the run's newest trainer checkpoint; 0 when there is none."""
+    store = open_store(config.store.url, deadline_s=config.store.deadline_s)
+    checkpoints, _ = live_bundles(read_log(store, RunLayout(config.name)))
+    return max((checkpoint.step for checkpoint in checkpoints), default=0)
+
+
+def refuse_another_dataset(config: RunConfig) -> None:
+    """Raises DatasetChanged after a look at the run's newest manifest; the restore compares prompt by prompt."""
+    store = open_store(config.store.url, deadline_s=config.store.deadline_s)
+    checkpoints, snapshots = live_bundles(read_log(store, RunLayout(config.name)))
+    if not (bundles := [*checkpoints, *snapshots]):
+        return
+    newest = max(bundles, key=lambda bundle: bundle.sequence)
+    found = build_task(config.data).fingerprint()
+    if newest.dataset_fingerprint not in (None, found):
+        saved = DataConfig.model_validate(newest.config["data"]).model_dump()
+        changed = differences({"data": saved}, {"data": config.data.model_dump()})
+        raise DatasetChanged(
+            f"run '{config.name}' was trained on another dataset than this configuration gives "
+            f"({'; '.join(changed) or 'the code of the task changed'}): restore these values, or choose another name"
+        )
 
 
 def refuse_when_live(config: RunConfig, home: Home) -> None:

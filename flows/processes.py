@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 
 POLL_S = 0.05
+_SAME_START_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +40,15 @@ class ProcessId:
         """Its handle while it lives (a zombie does not)."""
         try:
             process = psutil.Process(self.pid)
-            same = abs(process.create_time() - self.start_time) < 0.05
+            same = abs(process.create_time() - self.start_time) <= _SAME_START_S
             return process if same and process.status() != psutil.STATUS_ZOMBIE else None
         except psutil.Error:
             return None
+
+    def lost_its_pid(self) -> bool:
+        """Whether its pid names another process by now."""
+        found = ProcessId.of(self.pid)
+        return found is not None and abs(found.start_time - self.start_time) > _SAME_START_S
 
     def is_alive(self) -> bool:
         """Whether it still runs."""
@@ -84,16 +90,16 @@ def tied_to_parent(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "flows.tied_process", str(os.getpid()), *command]
 
 
-def marked_processes(variable: str, value: str) -> list[psutil.Process]:
-    """This user's processes whose environment holds `variable=value`: all descendants, also adopted ones."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(variable) == value:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return [process for process in found if process.pid != os.getpid()]
+def marked_processes(variable: str, value: str, *, sessions: Iterable[ProcessId] = ()) -> list[psutil.Process]:
+    """Processes whose environment holds `variable=value` or whose session one of `sessions` leads, and all below them.
+
+    The mark finds those that left their session and lost their parent; a process that sets its own title (Ray's and
+    vLLM's do) overwrites its environment, and is found by its session or its parents.
+    """
+    leaders = {leader.pid for leader in sessions if not leader.lost_its_pid()}
+    roots = [p for p in psutil.process_iter() if _is_marked(p, variable, value) or _session_of(p) in leaders]
+    family = {relative for root in roots for relative in _with_children(root)}
+    return [process for process in family if process.pid != os.getpid() and _alive(process)]
 
 
 def end_processes(processes: Iterable[psutil.Process], *, grace_s: float) -> None:
@@ -146,6 +152,20 @@ def tail(log: Path, *, lines: int = 15) -> str:
         return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
     except OSError:
         return "(no log was written)"
+
+
+def _is_marked(process: psutil.Process, variable: str, value: str) -> bool:
+    try:
+        return bool(process.environ().get(variable) == value)
+    except psutil.Error:
+        return False
+
+
+def _session_of(process: psutil.Process) -> int | None:
+    try:
+        return os.getsid(process.pid)
+    except OSError:
+        return None
 
 
 def _with_children(process: psutil.Process) -> list[psutil.Process]:

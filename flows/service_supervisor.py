@@ -45,6 +45,7 @@ from flows.service_state import (
 
 READY_DEADLINE_S = 180.0
 POLL_S = 0.2
+_UNFINISHED = ["SCHEDULED", "PENDING", "RUNNING", "CANCELLING", "PAUSED"]
 SERVER, WORKER, RAY_HEAD = "prefect-server", "prefect-worker", "ray-head"
 
 
@@ -114,6 +115,15 @@ class Supervisor:
                 if process.is_alive() or not remaining or self._ended.is_set():
                     raise
         self._request("POST", "/work_pools/", {"name": WORK_POOL, "type": "process"})
+        self._end_flow_runs_of_the_past()
+
+    def _end_flow_runs_of_the_past(self) -> None:
+        """No process of an earlier set lives, so none of its flow runs does; a waiting one must not start by itself."""
+        of_the_past = {"state": {"type": {"any_": _UNFINISHED}}, "deployment_id": {"is_null_": False}}
+        for run in self._request("POST", "/flow_runs/filter", {"flow_runs": of_the_past}) or ():
+            if not run["auto_scheduled"]:
+                crashed = {"type": "CRASHED", "message": "the local services ended before this flow run did"}
+                self._request("POST", f"/flow_runs/{run['id']}/set_state", {"state": crashed, "force": True})
 
     def _start_worker(self) -> None:
         name = f"midflight-{self._state.marker}"
@@ -198,8 +208,9 @@ class Supervisor:
 
 def end_leftovers(state: ServiceState, home: Home) -> None:
     """Kill whatever still carries the set's marker, and forget the set."""
+    sessions = [ProcessId.from_json(process) for process in state.processes.values()]
     for _ in range(10):  # a process that is being born while we look is found the next time
-        leftovers = marked_processes(MARKER_VARIABLE, state.marker)
+        leftovers = marked_processes(MARKER_VARIABLE, state.marker, sessions=sessions)
         if not leftovers:
             break
         end_processes(leftovers, grace_s=0)

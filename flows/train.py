@@ -94,7 +94,10 @@ async def restore_by_deployment(config: RunConfig, driver: str, incarnation: str
         child = await _child(config, driver, f"{key}-{this.run_count}")
     if child.state is None or not child.state.is_completed():
         reason = child.state.message if child.state is not None else "it has no state"
-        raise RestoreFailed(f"flow run {child.name} ({child.id}) did not restore {config.name}: {reason}")
+        raise RestoreFailed(
+            f"flow run {child.name} ({child.id}) did not restore {config.name}; after the cause is removed, retry it "
+            f"or start `train` again: {reason}"
+        )
 
 
 async def _child(config: RunConfig, driver: str, key: str) -> FlowRun:

@@ -10,9 +10,9 @@ from rich.console import Console
 
 from flows.failures import ServicesFailed, TrainFailed
 from flows.home import Home
-from flows.local_services import local_services
-from flows.preflight import check, refuse_when_live
-from flows.service_state import ServiceState, read_state
+from flows.local_services import local_services, require_services
+from flows.preflight import check, refuse_another_dataset, refuse_when_live, trained_steps
+from flows.service_state import ServiceState
 from storage.run_config import RunConfig
 
 
@@ -21,8 +21,12 @@ def train_run(config: RunConfig, console: Console) -> None:
     home = Home.current()
     check(config)
     refuse_when_live(config, home)
+    refuse_another_dataset(config)
+    if (steps := trained_steps(config)) >= config.algorithm.max_steps:
+        console.print(f"{config.name} is trained already: {steps} steps; raise algorithm.max_steps to train on")
+        return
     with deployed_services(home, console) as state:
-        asyncio.run(_train(config, state, console))
+        asyncio.run(_train(config, home, state, console))
 
 
 @contextmanager
@@ -40,18 +44,19 @@ def deployed_services(home: Home, console: Console) -> Iterator[ServiceState]:
         try:
             yield state
         except httpx.HTTPError as error:
-            now = read_state(home)
-            detail = now.detail if now is not None else ""
-            raise ServicesFailed(f"Prefect at {state.prefect_api_url} does not answer ({error!r}). {detail}") from error
+            require_services(home)
+            raise ServicesFailed(f"Prefect at {state.prefect_api_url} does not answer ({error!r})") from error
 
 
-async def _train(config: RunConfig, state: ServiceState, console: Console) -> None:
-    from flows.deployments import TRAIN, failure_of, is_completed, start_flow_run
+async def _train(config: RunConfig, home: Home, state: ServiceState, console: Console) -> None:
+    from flows.deployments import TRAIN, failure_of, is_completed, refuse_unfinished, start_flow_run
     from flows.following import follow
 
-    run = await start_flow_run(TRAIN, {"config": config.model_dump(mode="json")}, name=f"train-{config.name}")
+    name = f"train-{config.name}"
+    await refuse_unfinished(name)
+    run = await start_flow_run(TRAIN, {"config": config.model_dump(mode="json")}, name=name)
     console.print(f"Flow run {run.name}: {ui_url(state, str(run.id))}", soft_wrap=True)
-    ended = await follow(run, config, console)
+    ended = await follow(run, config, home, console)
     if not is_completed(ended):
         raise TrainFailed(failure_of(ended))
     console.print(f"{config.name} is trained; its store is {config.store.url}")

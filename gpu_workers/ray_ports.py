@@ -1,6 +1,7 @@
 """The controller's Protocols over Ray actors: which engine runs a group, and all trainer ranks as one trainer."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import ray
 from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
 from gpu_workers.controller.ports import GroupOrder, SiblingResult, StepResult, WeightsRef
+from gpu_workers.generation.generator_client import GeneratorClient
 from storage.errors import InfrastructureFailure, MidflightError
 
 
@@ -17,6 +19,7 @@ class RayGenerator:
 
     def __init__(self, engines: Sequence[Any]) -> None:
         self._engines = list(engines)
+        self._clients = [GeneratorClient(engine) for engine in engines]
         self._running: list[set[str]] = [set() for _ in engines]
 
     async def generate(self, order: GroupOrder) -> AsyncGenerator[SiblingResult, None]:
@@ -24,9 +27,9 @@ class RayGenerator:
         index = min(range(len(self._engines)), key=lambda i: len(self._running[i]))
         self._running[index].add(order.group_id)
         try:
-            stream = self._engines[index].generate.options(num_returns="streaming").remote(order)
-            async for reference in stream:
-                yield await reference
+            async with contextlib.aclosing(self._clients[index].generate(order)) as results:
+                async for result in results:
+                    yield result
         except (RayActorError, RayTaskError, ObjectLostError) as error:
             raise translate(error, f"generator {index}") from error
         finally:

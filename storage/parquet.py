@@ -1,6 +1,7 @@
 """Parquet as Midflight writes it: page checksums, zstd 1, one schema per table, nothing guessed."""
 
-from collections.abc import Sequence
+import io
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -8,29 +9,36 @@ import pyarrow.parquet as pq
 
 from storage.refusals import corrupt
 
-_ROW_GROUP_ROWS = 2000
+ROW_GROUP_ROWS = 2000
 _SPLIT_TYPES = (pa.int32(), pa.float32())
 _WRITER_KEY = b"midflight.writer"
 
 
-def encode_table(table: pa.Table, *, writer: str, dictionary: Sequence[str] = ()) -> bytes:
-    """A table as Parquet bytes. `dictionary` names the columns whose values repeat.
+def encode_table(table: pa.Table, *, writer: str) -> bytes:
+    """A table as Parquet bytes; see `encode_tables`."""
+    return encode_tables([table], table.schema, writer=writer)
+
+
+def encode_tables(
+    tables: Iterable[pa.Table], schema: pa.Schema, *, writer: str, dictionary: Sequence[str] = ()
+) -> bytes:
+    """Tables of one schema as one Parquet file. `dictionary` names the columns whose values repeat.
 
     `writer` goes into the file so that two controllers never write one content-addressed name: a fenced one
     that still deletes its own garbage can't hit what its successor has just written.
     """
-    lists = [field.name for field in table.schema if pa.types.is_list(field.type)]
+    lists = [field.name for field in schema if pa.types.is_list(field.type)]
     split = {
         f"{name}.list.element": "BYTE_STREAM_SPLIT"
         for name in lists
-        if table.schema.field(name).type.value_type in _SPLIT_TYPES
+        if schema.field(name).type.value_type in _SPLIT_TYPES
     }
-    plain = [field.name for field in table.schema if not pa.types.is_nested(field.type)]
-    sink = pa.BufferOutputStream()
-    pq.write_table(
-        table.replace_schema_metadata({_WRITER_KEY: writer.encode()}),
+    plain = [field.name for field in schema if not pa.types.is_nested(field.type)]
+    # A Python sink takes pages one by one; Arrow's own would be copied whole while the interpreter stands still.
+    sink = io.BytesIO()
+    with pq.ParquetWriter(
         sink,
-        row_group_size=_ROW_GROUP_ROWS,
+        schema.with_metadata({_WRITER_KEY: writer.encode()}),
         compression="zstd",
         compression_level=1,
         use_dictionary=list(dictionary),
@@ -38,8 +46,10 @@ def encode_table(table: pa.Table, *, writer: str, dictionary: Sequence[str] = ()
         # Statistics of ragged columns cost space and time and tell nothing.
         write_statistics=plain,
         write_page_checksum=True,
-    )
-    return bytes(sink.getvalue().to_pybytes())
+    ) as file:
+        for table in tables:
+            file.write_table(table.cast(file.schema), row_group_size=ROW_GROUP_ROWS)
+    return sink.getvalue()
 
 
 def decode_table(data: bytes, schema: pa.Schema, path: str) -> pa.Table:

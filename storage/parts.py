@@ -7,7 +7,7 @@ import pyarrow as pa
 from storage.canonical import sha256
 from storage.layout import RunLayout
 from storage.manifests import FileEntry
-from storage.parquet import decode_table, encode_table
+from storage.parquet import ROW_GROUP_ROWS, decode_table, encode_tables
 from storage.records import RowKind
 from storage.refusals import corrupt, unsupported
 from storage.rows import RowHandle, take_order, take_rows
@@ -18,8 +18,11 @@ _REPEATING = ("group_id", "finish_reason")
 
 def encode_part(rows: Mapping[str, RowHandle], layout: RunLayout, *, writer: str) -> tuple[FileEntry, bytes, list[str]]:
     """A part with these rows (all of one kind): its entry, its bytes and the row ids in the file's order."""
-    kind = next(iter(rows.values())).kind
-    data = encode_table(take_rows(list(rows.values())), writer=writer, dictionary=_REPEATING)
+    kind, order = next(iter(rows.values())).kind, take_order(rows)
+    # Never the whole part as one table: freeing its many chunks would stop every other thread.
+    starts = range(0, len(order), ROW_GROUP_ROWS)
+    tables = (take_rows([rows[row_id] for row_id in order[start : start + ROW_GROUP_ROWS]]) for start in starts)
+    data = encode_tables(tables, ROW_SCHEMAS[kind], writer=writer, dictionary=_REPEATING)
     digest = sha256(data)
     entry = FileEntry(
         path=layout.part(digest),
@@ -30,7 +33,7 @@ def encode_part(rows: Mapping[str, RowHandle], layout: RunLayout, *, writer: str
         rows=len(rows),
         schema_version=ROW_SCHEMA_VERSION,
     )
-    return entry, data, take_order(rows)
+    return entry, data, order
 
 
 def decode_part(data: bytes, entry: FileEntry) -> tuple[RowKind, pa.Table]:

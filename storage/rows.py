@@ -43,8 +43,16 @@ def row_digests(kind: RowKind, batch: pa.RecordBatch) -> list[str]:
 def take_rows(rows: Sequence[RowHandle]) -> pa.Table:
     """The rows of one kind as one table, in an order that groups rows of one batch; see `take_order`."""
     kind = rows[0].kind
-    batches = [batch.take(pa.array(indices)) for batch, indices in _by_batch(rows)]
+    batches = [_pick(batch, indices) for batch, indices in _by_batch(rows)]
     return pa.Table.from_batches(batches, schema=ROW_SCHEMAS[kind])
+
+
+def _pick(batch: pa.RecordBatch, indices: list[int]) -> pa.RecordBatch:
+    """Rows of one batch; neighbours are a slice, without a copy."""
+    first, count = indices[0], len(indices)
+    if indices == list(range(first, first + count)):
+        return batch.slice(first, count)
+    return batch.take(pa.array(indices))
 
 
 def take_order(rows: Mapping[str, RowHandle]) -> list[str]:

@@ -46,18 +46,20 @@ def encode_state(state: RolloutState, places: list[RowPlace], *, writer: str) ->
         "spare_prompts": [plain.plain_prompt(prompt) for prompt in state.spares],
         "dropped": [plain.plain_dropped(dropped) for dropped in state.dropped],
         "trained": [plain.plain_trained(trained) for trained in state.trained],
-        "rows": [{name: getattr(place, name) for name in ROWS.names} for place in places],
     }
     files = [
-        StateFile(
-            kind,
-            encode_table(pa.Table.from_pylist(rows, schema=STATE_SCHEMAS[kind]), writer=writer),
-            len(rows),
-        )
+        _state_file(kind, pa.Table.from_pylist(rows, schema=STATE_SCHEMAS[kind]), writer)
         for kind, rows in tables.items()
     ]
+    # By column: a dict for each of very many rows would keep interpreter and garbage collector busy.
+    columns = {name: [getattr(place, name) for place in places] for name in ROWS.names}
+    files.append(_state_file("rows", pa.table(columns, schema=ROWS), writer))
     progress = {"progress": plain.plain_progress(state.progress), "writer": writer}
     return [*files, StateFile("progress", canonical_json(progress), None)]
+
+
+def _state_file(kind: str, table: pa.Table, writer: str) -> StateFile:
+    return StateFile(kind, encode_table(table, writer=writer), table.num_rows)
 
 
 def decode_state(files: Mapping[str, tuple[str, bytes]]) -> tuple[RolloutState, list[RowPlace]]:

@@ -1,13 +1,16 @@
-"""What tests of several packages share: a store whose chosen calls fail or wait."""
+"""What tests of several packages share: a store whose chosen calls fail or wait, and a runtime without Ray."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
+from storage.errors import RunAlreadyLive, StaleIncarnation
 from storage.filesystem import Store
+from storage.identity import identity
+from storage.run_config import RunConfig
 
 CHANGES = ("write", "create_exclusive", "delete")
 
@@ -95,3 +98,108 @@ class TroubledStore:
 def troubled() -> Callable[[Store], TroubledStore]:
     """Wraps a store, so that calls can be made to fail or to wait."""
     return TroubledStore
+
+
+class FakeRuntime:
+    """A `tasks.runtime.Runtime` in memory. Calls are written down; a chosen call fails once for each error given."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.calls: list[str] = []
+        self.live: dict[str, Any] | None = None
+        self.committed = 0
+        self.end_of_data_after: int | None = None
+        self._errors: dict[str, list[BaseException]] = {}
+
+    @property
+    def run(self) -> str:
+        return self.config.name
+
+    def fail(self, call: str, *errors: BaseException) -> None:
+        """Let the next calls whose text starts with `call` fail."""
+        self._errors[call] = list(errors)
+
+    def start(self, incarnation: str = "inc-1", *, state: str = "running", driver: str | None = None) -> None:
+        """A runtime that lives already."""
+        self.live = {"incarnation": incarnation, "state": state, "driver": driver, "config": self.config}
+
+    async def status(self) -> Any:
+        from tasks.runtime import RuntimeStatus  # Prefect is imported only where it is tested
+
+        if self.live is None:
+            return None
+        config = self.live["config"]
+        return RuntimeStatus(
+            run=self.run,
+            incarnation=self.live["incarnation"],
+            state=self.live["state"],
+            train_steps=self.committed,
+            trainer_version=self.committed,
+            max_steps=config.algorithm.max_steps,
+            driver=self.live["driver"],
+            config_fingerprint=identity(config).fingerprint,
+        )
+
+    async def launch(self, config: RunConfig, incarnation: str) -> None:
+        self._note("launch")
+        self.config = config
+        self.start(incarnation, state="empty")
+
+    async def end(self) -> None:
+        self._note("end")
+        self.live = None
+
+    async def attach(self, driver: str) -> None:
+        self._note("attach")
+        live = self._living()
+        if live["driver"] not in (None, driver):
+            raise RunAlreadyLive(f"run is driven by {live['driver']}")
+        live["driver"] = driver
+
+    async def detach(self, driver: str) -> None:
+        self._note("detach")
+        if self._living()["driver"] == driver:
+            self._living()["driver"] = None
+
+    async def heartbeat(self, driver: str) -> None:
+        self._note("heartbeat")
+
+    async def restore_link(self, link: str, plan: Mapping[str, Any], incarnation: str) -> dict[str, Any]:
+        self._note(f"link {link}")
+        self._living()["state"] = "running" if link == "redispatch" else "restoring"
+        return {"link": link}
+
+    async def train_steps(self, first: int, last: int, incarnation: str) -> list[dict[str, Any]]:
+        self._note(f"train {first}-{last}")
+        reports: list[dict[str, Any]] = []
+        for step in range(first, last + 1):
+            if self.end_of_data_after is not None and step > self.end_of_data_after:
+                return [*reports, {"step": step - 1, "end_of_data": True}]
+            self.committed = max(self.committed, step)
+            reports.append({"step": step, "rewards_mean": step / 100, "seconds": 0.1})
+        return reports
+
+    async def attempt_snapshot(self, number: int, *, force: bool, incarnation: str) -> dict[str, Any]:
+        self._note("forced snapshot" if force else "snapshot")
+        return {"outcome": "completed", "number": number, "sequence": 1}
+
+    async def close(self, *, snapshot: bool) -> dict[str, Any]:
+        self._note(f"close snapshot={snapshot}")
+        return {"state": "ended"}
+
+    def _living(self) -> dict[str, Any]:
+        if self.live is None:
+            raise StaleIncarnation("no controller")
+        return self.live
+
+    def _note(self, call: str) -> None:
+        self.calls.append(call)
+        for start, errors in self._errors.items():
+            if call.startswith(start) and errors:
+                raise errors.pop(0)
+
+
+@pytest.fixture
+def fake_runtime() -> FakeRuntime:
+    """The runtime of a run named `run`, not started yet."""
+    return FakeRuntime(RunConfig(name="run"))

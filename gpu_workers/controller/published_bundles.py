@@ -3,6 +3,7 @@
 import threading
 from dataclasses import replace
 
+from gpu_workers.controller.considerate import considerate
 from gpu_workers.controller.owed import without_rows
 from storage.filesystem import Store
 from storage.layout import RunLayout
@@ -42,7 +43,7 @@ class PublishedBundles:
         if bundle.kind == "trainer_checkpoint" and not self._checkpointing.save_data_plane:
             level = bundle.config.rollout_recovery.target_level
             bundle = replace(bundle, state=without_rows(bundle.state, bundle.rows, level), rows={})
-        with self._lock:
+        with self._lock, considerate():
             manifest = self._writer.write(bundle)
             retain(
                 self._store,

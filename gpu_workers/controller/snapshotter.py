@@ -179,12 +179,10 @@ class RolloutSnapshotter:
 
     def _copy_state(self, cut: Cut) -> RolloutState:
         parts = self._parts
-        buffer = parts.buffer.capture(cut)
-        buffered = {group.group_id for group in buffer}
         return RolloutState(
             progress=parts.progress(cut),
-            ledger=tuple(g for g in parts.ledger.capture(cut) if g.group_id not in buffered),
-            buffer=buffer,
+            ledger=tuple(g for g in parts.ledger.capture(cut) if g.group_id not in parts.buffer),
+            buffer=parts.buffer.capture(cut),
             spares=tuple(parts.state.spares),
             dropped=tuple(parts.state.dropped),
             trained=tuple(parts.state.trained),

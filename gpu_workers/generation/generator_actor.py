@@ -14,8 +14,9 @@ from gpu_workers.controller.ports import Failure, GroupOrder, SiblingOrder, Sibl
 from gpu_workers.environments.tasks import build_task
 from gpu_workers.generation.engine import start_engine
 from gpu_workers.generation.engine_weights import EngineWeights
-from gpu_workers.generation.running_groups import RunningGroups
+from gpu_workers.generation.running_calls import RunningCalls
 from gpu_workers.generation.sibling_runner import SiblingRunner
+from gpu_workers.generation.wire import Message, pack
 from storage.run_config import RunConfig
 
 # One event loop serves everything (vLLM's client is bound to it), so there are no concurrency groups, which would
@@ -36,7 +37,7 @@ class GeneratorActor:
         self._engine = start_engine(config, Path(model_dir), stop_token_ids=task.stop_token_ids)
         self._siblings = SiblingRunner(config, self._engine, task, self._name)
         self._weights = EngineWeights(self._engine.llm, self._name)
-        self._groups: RunningGroups[SiblingOrder, SiblingResult] = RunningGroups(_aborted)
+        self._calls: RunningCalls[SiblingOrder, SiblingResult] = RunningCalls(_aborted)
 
     async def ready(self) -> dict[str, Any]:
         """`pid`, `engine_pids`, `index` and the loaded weights' `version` (None: those of the model's folder)."""
@@ -47,14 +48,19 @@ class GeneratorActor:
             "version": self._weights.version,
         }
 
-    async def generate(self, order: GroupOrder) -> AsyncIterator[list[SiblingResult]]:
-        """Run the siblings together; yield them as they finish, in one list where several finish in one engine step.
-
-        Raises InfrastructureFailure when the engine is dead: only a new actor helps then.
-        """
+    async def submit(self, ticket: int, order: GroupOrder) -> None:
+        """Start the group's siblings together and return; what becomes of each appears in `results` under `ticket`."""
         calls = {sibling: self._siblings.run(order, sibling) for sibling in order.siblings}
-        async for results in self._groups.run(order.group_id, calls):
-            yield results
+        self._calls.start(ticket, order.group_id, calls)
+
+    async def results(self) -> AsyncIterator[Message]:
+        """The stream of everything that finishes; it ends when another one is opened.
+
+        A message costs Ray about 1 ms of CPU whatever it holds, so each holds all that finished since the last.
+        """
+        reader = self._calls.open_reader()
+        while (finished := await self._calls.take(reader)) is not None:
+            yield pack(finished)
 
     async def load_weights(self, ref: WeightsRef) -> dict[str, float]:
         """Exchange the weights while calls are running; see `EngineWeights.load`."""
@@ -62,7 +68,11 @@ class GeneratorActor:
 
     async def abort(self, group_id: str) -> None:
         """End the group's running calls: each yields an infrastructure failure. Unknown groups are ignored."""
-        self._groups.abort(group_id)
+        self._calls.abort(group_id)
+
+    async def abandon(self, ticket: int) -> None:
+        """End what still runs under a ticket that nobody waits for."""
+        self._calls.abandon(ticket)
 
     async def stop(self) -> None:
         """End the engine's process. Not needed where the actor itself is ended."""

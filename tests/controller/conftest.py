@@ -1,10 +1,12 @@
 """Fakes behind the controller's Protocols, and a `World` in which a run is started, killed and started again."""
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import os
 import tempfile
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,12 +22,14 @@ from gpu_workers.controller.prompt_source import PromptSource
 from gpu_workers.controller.published_bundles import PublishedBundles
 from gpu_workers.controller.restorer import RestorePlan
 from gpu_workers.controller.single_controller import SingleController
+from storage.audit import Audit, account
 from storage.catalog import select
 from storage.checkpoints import CheckpointFiles
+from storage.errors import SnapshotCorrupt
 from storage.filesystem import Store, open_store
 from storage.layout import RunLayout
 from storage.manifests import FileEntry, ManifestLog
-from storage.records import RolloutState, RowKind, SourcePosition, call_key, rollout_id
+from storage.records import PromptRef, RolloutState, RowKind, SourcePosition, call_key, rollout_id
 from storage.run_config import RunConfig
 from storage.schemas import STAGED_CALLS, row_digest
 from storage.snapshot_reader import RestoredBundle
@@ -180,13 +184,14 @@ class FakeTrainer:
 
 
 class FactTrace:
-    """Keeps every event in memory."""
+    """Keeps every event of one incarnation in memory."""
 
-    def __init__(self) -> None:
+    def __init__(self, run_process: str = "none") -> None:
+        self.run_process = run_process
         self.events: list[dict[str, Any]] = []
 
     def record(self, event: str, **fields: Any) -> None:
-        self.events.append({"event": event, **fields})
+        self.events.append({"t": time.time(), "run_process": self.run_process, "event": event, **fields})
 
     def of(self, event: str) -> list[dict[str, Any]]:
         return [e for e in self.events if e["event"] == event]
@@ -217,7 +222,7 @@ class World:
         log.claim()
         saving = {"checkpointing": self.config.checkpointing, "snapshots": self.config.rollout_checkpointing}
         self.bundles = PublishedBundles(self.store, self.layout, log, **saving)
-        self.generator, self.trainer, self.trace = FakeGenerator(), FakeTrainer(self.store), FactTrace()
+        self.generator, self.trainer, self.trace = FakeGenerator(), FakeTrainer(self.store), FactTrace(log.writer)
         workers = {"generator": self.generator, "trainer": self.trainer}
         self.controller = SingleController(
             self.config, dataset=self.dataset, bundles=self.bundles, trace=self.trace, **workers
@@ -274,13 +279,16 @@ class World:
 
     async def snapshots_while(self, work: asyncio.Task[Any]) -> list[RestoredBundle]:
         """As many snapshots as there is time for, each read back and checked, until `work` is done."""
-        bundles, outcomes = [], []
+        bundles, attempts = [], 0
         while not work.done():
-            outcomes.append(await self.controller.attempt_snapshot(len(outcomes) + 1, force=True))
-            if outcomes[-1].outcome == "completed" and not work.done():
-                bundles.append(self.bundles.read(outcomes[-1].sequence))
-                self.require_whole(bundles[-1].state, set(bundles[-1].rows))
+            attempts += 1
+            outcome = await self.controller.attempt_snapshot(attempts, force=True)
+            with contextlib.suppress(SnapshotCorrupt):  # a step's checkpoint may have freed it meanwhile
+                if outcome.outcome == "completed":
+                    bundles.append(self.bundles.read(outcome.sequence))
+                    self.require_whole(bundles[-1].state, set(bundles[-1].rows))
         await work
+        assert len(bundles) >= attempts / 4
         return bundles
 
     def check(self) -> None:
@@ -312,13 +320,17 @@ class World:
         assert stamps.keys() <= set(admitted)
         assert all(stamps[s] + progress.shortfall.get(s, 0) == size for s in admitted)
 
-    def history(self) -> dict[int, tuple[str, ...]]:
-        """Groups of every step that counts: a restore rolls back the steps after the restored one."""
-        steps: dict[int, tuple[str, ...]] = {}
+    def committed(self) -> dict[int, dict[str, Any]]:
+        """The trace's event of every step that counts: a restore rolls back the steps after the restored one."""
+        steps: dict[int, dict[str, Any]] = {}
         for restored, trace in self.lives:
-            steps = {step: groups for step, groups in steps.items() if step <= restored}
-            steps.update((e["step"], tuple(e["group_ids"])) for e in trace.of("train_step"))
+            steps = {step: event for step, event in steps.items() if step <= restored}
+            steps.update((event["step"], event) for event in trace.of("train_step"))
         return steps
+
+    def history(self) -> dict[int, list[str]]:
+        """Groups of every step that counts."""
+        return {step: event["group_ids"] for step, event in self.committed().items()}
 
     def passed(self, position: SourcePosition) -> list[str]:
         """Group ids of the prompts before a position, in the order of the source."""
@@ -326,9 +338,20 @@ class World:
 
     def passed_by(self, count: int) -> list[str]:
         """Group ids of the first prompts of the source."""
+        return [prompt.group_id for prompt in self._first(count)]
+
+    def _first(self, count: int) -> list[PromptRef]:
         data = self.config.data
         source = PromptSource(self.dataset, num_epochs=data.num_epochs, seed=data.seed, shuffle=data.shuffle)
-        return [prompt.group_id for prompt in source.take(Mutation("check"), count)]
+        return source.take(Mutation("check"), count)
+
+    def audit(self) -> Audit:
+        """The accounting of trace and store, which knows nothing of the live controllers."""
+        for _, trace in self.lives:
+            lines = "\n".join(json.dumps(event) for event in trace.events)
+            self.store.write(self.layout.trace(trace.run_process), f"{lines}\n".encode())
+        prompts = self._first(len(self.dataset) * self.config.data.num_epochs)
+        return account(self.store, self.layout, order=lambda e: [p.prompt_id for p in prompts if p.epoch == e])
 
 
 def make_config(**sections: Any) -> RunConfig:

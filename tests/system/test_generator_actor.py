@@ -6,7 +6,7 @@ The tests share one actor and run in this order; the last ones end it.
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from transformers import Qwen2ForCausalLM
 from gpu_workers.controller.ports import GroupOrder, SiblingOrder, SiblingResult, WeightsRef
 from gpu_workers.environments.tasks import build_task
 from gpu_workers.generation.generator_actor import GENERATOR_ACTOR_OPTIONS, GeneratorActor
+from gpu_workers.generation.generator_client import GeneratorClient
 from gpu_workers.generation.runtime_env import generator_env
 from gpu_workers.models.tiny import ensure_model
 from storage.errors import InfrastructureFailure
@@ -29,7 +30,11 @@ from storage.records import Prompt, PromptRef, RowKind
 from storage.run_config import RunConfig
 from storage.schemas import row_digest
 
-pytestmark = [pytest.mark.system, pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.filterwarnings("ignore"),  # transformers and Ray warn on import
+    pytest.mark.asyncio(loop_scope="module"),  # one client belongs to one loop
+]
 
 # Random weights: an answer ends after some 55 tokens, now and then after a few or after 256.
 CONFIG = RunConfig(
@@ -42,20 +47,16 @@ TASK = build_task(CONFIG.data)
 
 @dataclass(frozen=True)
 class Actor:
-    """The actor's handle with the folder it was started on and its process ids."""
+    """The actor's handle and client with the folder it was started on and its process ids."""
 
     handle: Any
+    client: GeneratorClient
     model_dir: Path
     pids: dict[str, Any]
 
-    async def generate(self, order: GroupOrder) -> AsyncIterator[SiblingResult]:
-        """Stream a group as the controller does."""
-        async for reference in self.handle.generate.options(num_returns="streaming").remote(order):
-            yield await reference
-
     async def collect(self, order: GroupOrder) -> list[SiblingResult]:
         """All siblings, in the order they came."""
-        return [result async for result in self.generate(order)]
+        return [result async for result in self.client.generate(order)]
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,7 @@ def actor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Actor]:
         .options(**GENERATOR_ACTOR_OPTIONS, num_cpus=0, runtime_env={"env_vars": generator_env(CONFIG)})
         .remote(CONFIG, str(model_dir), 0)
     )
-    yield Actor(handle, model_dir, ray.get(handle.ready.remote()))
+    yield Actor(handle, GeneratorClient(handle), model_dir, ray.get(handle.ready.remote()))
     ray.shutdown()
 
 
@@ -106,9 +107,9 @@ def mismatch(folder: Path, weights: Path, call: dict[str, Any]) -> float:
     return float((expected - torch.tensor(call["logprobs"])).abs().max())
 
 
-async def test_siblings_arrive_one_by_one_as_they_finish(actor: Actor):
+async def test_siblings_arrive_as_they_finish(actor: Actor):
     arrivals: list[tuple[float, SiblingResult]] = []
-    async for result in actor.generate(order(0, siblings=16)):
+    async for result in actor.client.generate(order(0, siblings=16)):
         arrivals.append((time.perf_counter(), result))
     lengths = [len(captured(result)["token_ids"]) for _, result in arrivals]
     assert lengths == sorted(lengths)
@@ -128,7 +129,7 @@ async def test_rows_are_named_after_their_attempt_and_carry_their_digest(actor: 
 
 async def test_a_refit_in_mid_run_keeps_running_calls_whose_tokens_carry_two_versions(actor: Actor, tmp_path: Path):
     weights = perturbed(actor.model_dir, tmp_path / "model.safetensors", seed=1)
-    running = actor.generate(order(2, siblings=32))
+    running = actor.client.generate(order(2, siblings=32))
     results = [await anext(running)]  # the group is running, and a control call does not wait for its end
     timings = await actor.handle.load_weights.remote(WeightsRef(1, str(weights)))
     results += [result async for result in running]
@@ -149,7 +150,7 @@ async def test_after_a_refit_the_untied_model_agrees_with_torch(actor: Actor, tm
 
 
 async def test_abort_ends_running_calls_as_infrastructure_failures(actor: Actor):
-    running = actor.generate(order(4, siblings=32))
+    running = actor.client.generate(order(4, siblings=32))
     await anext(running)
     await actor.handle.abort.remote("unknown")
     await actor.handle.abort.remote("e0-p4")
@@ -172,7 +173,7 @@ async def test_a_failed_refit_pauses_the_engine_until_one_succeeds(actor: Actor,
 
 async def test_a_dead_engine_is_an_infrastructure_failure_of_every_call(actor: Actor):
     (engine,) = actor.pids["engine_pids"]
-    running = actor.generate(order(6, siblings=32))
+    running = actor.client.generate(order(6, siblings=32))
     await anext(running)
     os.kill(engine, 9)
     with pytest.raises(InfrastructureFailure, match="its engine died during .*; start it again"):

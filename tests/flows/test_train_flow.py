@@ -1,0 +1,130 @@
+"""The training flow's loops, with Prefect's engine and a runtime in memory."""
+
+import asyncio
+
+import pytest
+from prefect import flow
+
+from flows.train import drive
+from storage.errors import BrokenInvariant, StoreUnavailable
+from storage.run_config import RunConfig
+
+pytestmark = [pytest.mark.system, pytest.mark.usefixtures("prefect_api")]
+
+
+async def nobody_is_gone(_driver: str) -> bool:
+    return False
+
+
+@pytest.fixture
+def train(fake_runtime, tmp_path):
+    """Runs `drive` in a flow; what `restore_run` did is noted among the runtime's calls."""
+
+    async def run(*, max_steps: int = 5, interval_s: float = 0.05):
+        config = RunConfig.model_validate(
+            {
+                "name": "run",
+                "algorithm": {"max_steps": max_steps},
+                "rollout_checkpointing": {"interval_s": interval_s},
+                "store": {"url": str(tmp_path)},
+            }
+        )
+
+        async def restore_run(status):
+            fake_runtime.calls.append(f"restore of {status.state}")
+            await fake_runtime.restore_link("redispatch", {}, status.incarnation)
+
+        @flow(name="train-under-test")
+        async def under_test():
+            return await drive(config, fake_runtime, driver="me", restore_run=restore_run, owner_is_gone=nobody_is_gone)
+
+        return await under_test()
+
+    return run
+
+
+def trained(runtime):
+    return [call for call in runtime.calls if call.startswith("train ")]
+
+
+async def test_a_new_run_is_restored_trained_to_its_last_step_and_closed(train, fake_runtime):
+    summary = await train()
+    assert summary["steps"] == 5
+    assert [c for c in fake_runtime.calls if c not in ("snapshot", "heartbeat")] == [
+        *("launch", "attach", "restore of empty", "link redispatch"),
+        *("train 1-1", "train 2-5"),
+        *("close snapshot=True", "end", "detach"),
+    ]
+    assert fake_runtime.live is None
+
+
+async def test_a_living_run_goes_on_without_a_restore(train, fake_runtime):
+    fake_runtime.start()
+    fake_runtime.config = fake_runtime.live["config"] = RunConfig.model_validate(
+        {"name": "run", "algorithm": {"max_steps": 5}}
+    )
+    fake_runtime.committed = 3
+    await train()
+    assert trained(fake_runtime) == ["train 4-4", "train 5-5"]
+    assert not any(call.startswith("restore") for call in fake_runtime.calls)
+
+
+async def test_the_end_of_the_data_ends_the_run_well(train, fake_runtime):
+    fake_runtime.end_of_data_after = 3
+    assert (await train(max_steps=50))["steps"] == 3
+    assert fake_runtime.live is None
+
+
+async def test_a_retryable_failure_tries_the_same_steps_again(train, fake_runtime):
+    fake_runtime.fail("train 2-5", StoreUnavailable("no answer"))
+    await train()
+    assert trained(fake_runtime) == ["train 1-1", "train 2-5", "train 2-5"]
+
+
+async def test_a_broken_invariant_fails_at_once_as_itself_and_leaves_the_runtime_alive(train, fake_runtime):
+    broken = BrokenInvariant("a row was lost")
+    fake_runtime.fail("train 2-5", broken)
+    with pytest.raises(BrokenInvariant) as caught:
+        await train()
+    assert caught.value is broken
+    assert trained(fake_runtime) == ["train 1-1", "train 2-5"]
+    assert fake_runtime.live is not None
+    assert fake_runtime.live["driver"] is None
+
+
+async def test_a_failing_snapshot_attempt_fails_the_run_as_itself(train, fake_runtime):
+    fake_runtime.fail("snapshot", BrokenInvariant("two owners"))
+    fake_runtime.train_steps = _slow(fake_runtime.train_steps)
+    with pytest.raises(BrokenInvariant, match="two owners"):
+        await train()
+
+
+async def test_snapshots_are_attempted_beside_the_training(train, fake_runtime):
+    fake_runtime.train_steps = _slow(fake_runtime.train_steps)
+    summary = await train()
+    assert summary["snapshots"] == fake_runtime.calls.count("snapshot") >= 2
+
+
+async def test_a_cancelled_run_publishes_what_is_unfinished_and_lets_go(train, fake_runtime):
+    training = asyncio.Event()
+
+    async def endless(first, last, incarnation):
+        training.set()
+        await asyncio.sleep(60)
+
+    fake_runtime.train_steps = endless
+    running = asyncio.create_task(train(interval_s=60))
+    await training.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert fake_runtime.calls[-2:] == ["forced snapshot", "detach"]
+    assert fake_runtime.live is not None
+
+
+def _slow(train_steps):
+    async def slow(first, last, incarnation):
+        await asyncio.sleep(0.4)
+        return await train_steps(first, last, incarnation)
+
+    return slow

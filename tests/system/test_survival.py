@@ -1,0 +1,120 @@
+"""Real Prefect, Ray, vLLM, torch and files: a run that is killed again and again ends like one that never was.
+
+The run is synchronous (lookahead 0), so that it is a function of its seed: after every restore rollouts and weights have
+the hashes of the uninterrupted run, bit for bit.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from flows.processes import marked_processes
+from flows.service_state import MARKER_VARIABLE
+from storage.layout import RunLayout
+from tasks.accounting import audit
+
+pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+
+Event = Mapping[str, Any]
+DEADLINE_S = 240.0
+STEPS, PROMPTS, GENERATIONS = 7, 6, 4
+# Two sequences at a time: a group's siblings are sealed one after the other, and a step's rollouts take a while.
+SETTINGS = {
+    "algorithm__max_steps": STEPS,
+    "algorithm__num_prompts_per_step": PROMPTS,
+    "async_rl__max_lookahead_versions": 0,
+    "generation__max_num_seqs": 2,
+    "rollout_checkpointing__interval_s": 0.2,
+}
+
+
+def processes_of_the_run(marker: str) -> list[Any]:
+    """Flow, controller, generators, their engines, and trainer: every process that the run itself consists of."""
+    parts = ("ControllerActor", "GeneratorActor", "TrainerActor", "VLLM::", "prefect.engine")
+    marked = marked_processes(MARKER_VARIABLE, marker)
+    # A process that sets its own title overwrites the mark: it is found as a descendant of one that has not.
+    found = {process.pid: process for one in marked for process in (one, *one.children(recursive=True))}
+    return [process for process in found.values() if any(part in " ".join(process.cmdline()) for part in parts)]
+
+
+def kill_when(midflight: Any, run: str, moment: Callable[[Sequence[Event]], bool]) -> list[str]:
+    """SIGKILL the run's processes as soon as the newest life's trace shows `moment`; returns what was killed."""
+    lives_before = {event["run_process"] for event in midflight.events(run)}
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        events = [e for e in midflight.events(run) if e["run_process"] not in lives_before]
+        if moment(events):
+            victims = processes_of_the_run(midflight.state().marker)
+            names = [" ".join(process.cmdline())[:40] for process in victims]
+            for process in sorted(victims, key=lambda victim: "ontroller" not in victim.cmdline()[0]):
+                process.kill()
+            return names
+        time.sleep(0.01)
+    raise AssertionError(f"the moment to kill never came; last events: {events[-3:]}")
+
+
+def snapshot_with_sealed_siblings(*, step: int) -> Callable[[Sequence[Event]], bool]:
+    """A snapshot of train step `step` whose unfinished groups hold sealed siblings while others run, just published."""
+
+    def moment(events: Sequence[Event]) -> bool:
+        steps = [int(e["step"]) for e in events if e["event"] == "train_step"]
+        newest = next((e for e in reversed(events) if e["event"] == "snapshot_attempt"), None)
+        return (
+            newest is not None
+            and newest["outcome"] == "completed"
+            and int(newest["step"]) >= step
+            and int(newest["step"]) >= max(steps, default=0)
+            and int(newest["sealed_siblings"]) > 0
+            and int(newest["running_attempts"]) > 0
+        )
+
+    return moment
+
+
+def step_committed(step: int) -> Callable[[Sequence[Event]], bool]:
+    """Step `step` or a later one is committed; its trainer checkpoint is being written."""
+    return lambda events: any(e["event"] == "train_step" and int(e["step"]) >= step for e in events)
+
+
+def restored(events: Sequence[Event]) -> bool:
+    """The restore chain has just ended; no step was trained since."""
+    return any(e["event"] == "checkpoint_restored" for e in events)
+
+
+def effective_hashes(events: Sequence[Event]) -> dict[int, tuple[str, str]]:
+    """Rollout and weight hashes by step; of a step that was rolled back and trained again, the last ones."""
+    trained = [event for event in events if event["event"] == "train_step"]
+    return {int(e["step"]): (e["rollouts_sha256"], e["weights_sha256"]) for e in trained}
+
+
+def test_a_run_killed_four_times_is_bitwise_the_run_that_was_never_stopped(midflight_home, train_command):
+    midflight = midflight_home
+    whole = midflight.run(*train_command("whole", SETTINGS))
+    assert whole.code == 0, whole.text
+
+    moments = [
+        snapshot_with_sealed_siblings(step=0),  # before the first step: restored onto the initial model
+        snapshot_with_sealed_siblings(step=2),
+        step_committed(4),  # while its trainer checkpoint is being written
+        restored,  # again, before any step
+    ]
+    for moment in moments:
+        command = midflight.start(*train_command("killed", SETTINGS))
+        killed = kill_when(midflight, "killed", moment)
+        assert len(killed) >= 5, killed
+        assert midflight.wait(command).code != 0
+    last = midflight.run(*train_command("killed", SETTINGS))
+    assert last.code == 0, last.text
+
+    expected = effective_hashes(midflight.events("whole"))
+    assert sorted(expected) == list(range(1, STEPS + 1))
+    assert effective_hashes(midflight.events("killed")) == expected
+
+    restores = [e for e in midflight.events("killed") if e["event"] == "checkpoint_restored"]
+    assert len(restores) == 4
+    assert max(int(e["siblings_reused"]) for e in restores) > 0
+    accounts = audit(midflight.store, RunLayout("killed"))
+    assert not accounts.problems
+    assert accounts.pairs_trained == STEPS * PROMPTS * GENERATIONS
