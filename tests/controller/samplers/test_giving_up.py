@@ -1,6 +1,7 @@
 """Groups that are given up: evicted, aborted in flight, or failed under a sampler that leaves no shortfall."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -178,9 +179,8 @@ async def test_a_straggler_that_ends_outside_the_window_while_the_trainer_waits_
     await controller.train_steps(1, 1)
     parts = controller.parts
     async with parts.barrier.mutation("test") as mutation:  # as if it had been restored under a smaller window
-        groups = parts.ledger.groups()
         parts.ledger.load(
-            mutation, [type(g)(**{**_fields(g), "start_version": -1}) if g.group_id == late else g for g in groups]
+            mutation, [replace(g, start_version=-1) if g.group_id == late else g for g in parts.ledger.groups()]
         )
     training = asyncio.create_task(controller.train_steps(2, 2))
     await asyncio.sleep(0.01)
@@ -195,12 +195,7 @@ async def test_a_straggler_that_ends_outside_the_window_while_the_trainer_waits_
     await world.kill()
 
 
-def _fields(record):
-    return {name: getattr(record, name) for name in record.__slots__}
-
-
-@pytest.mark.parametrize("name", UNSTAMPED)
-async def test_what_the_sampler_gives_up_is_not_counted_as_skipped(make_world, options, data_failure, name):
+async def test_what_the_sampler_gives_up_is_not_counted_as_skipped(make_world, options, data_failure):
     world = make_world(
         async_rl=options("windowed", 0, buffer_capacity=12, max_skipped_prompts=1, max_data_failures=0),
         algorithm={"max_steps": 6},
@@ -272,6 +267,25 @@ async def test_a_dropped_group_of_a_sampler_without_stamps_is_replaced_by_the_ne
     assert replacement["group_id"] in {group.group_id for group in controller.parts.buffer.ready()}
     (report,) = await world.train(1, 1)
     assert replacement["group_id"] in report["group_ids"]
+    await world.kill()
+
+
+async def test_a_group_that_takes_anothers_place_is_as_old_as_its_own_start(make_world, options, data_failure):
+    world = make_world(async_rl=options("ready_first", 1, max_data_failures=0), algorithm={"max_steps": 6})
+    world.boot()
+    failing = world.passed_by(1)[0]
+    world.generator.failures[f"{failing}_g0"] = [data_failure]
+    world.generator.held = lambda group_id, index: group_id == failing
+    controller = await world.restore(world.plan())
+    await world.settle(lambda: len(controller.parts.buffer) == 7)
+    await controller.train_steps(1, 1)
+    world.generator.release()
+    await world.settle(lambda: len(controller.parts.state.dropped) == 1)
+    places = {e["group_id"]: e["start_version"] for e in world.trace.of("group_admitted")}
+    assert places[failing] == 0
+    await world.settle(lambda: any(group.order == 0 for group in controller.parts.buffer.ready()))
+    replacement = controller.parts.buffer.ready()[0]
+    assert (replacement.start_version, places[replacement.group_id]) == (1, 1)
     await world.kill()
 
 
