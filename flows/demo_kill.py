@@ -66,5 +66,5 @@ def _pids(role: str, value: Any) -> Iterator[tuple[str, int]]:
     elif isinstance(value, list | tuple):
         for number, inner in enumerate(value):
             yield from _pids(f"{role} {number}", inner)
-    elif isinstance(value, int) and (role == "controller" or "pid" in role.rpartition(" ")[2]):
+    elif isinstance(value, int) and (role == "controller" or "pid" in role):
         yield role, value

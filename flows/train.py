@@ -21,12 +21,12 @@ from flows.driver import Driver, owner_is_gone
 from flows.failures import RestoreFailed
 from flows.home import Home
 from flows.restore import restore
-from storage.errors import StaleIncarnation
+from storage.errors import MidflightError, StaleIncarnation
 from storage.filesystem import open_store
 from storage.run_config import RunConfig
 from tasks.ray_runtime import RayRuntime
 from tasks.reports import TrainingReport
-from tasks.retries import first_cause
+from tasks.retries import first_cause, is_retryable
 from tasks.run_progress import progress_of
 from tasks.runtime import (
     UNRESTORED_STATES,
@@ -135,6 +135,7 @@ class _Counts:
     steps: int
     snapshots: int = 0
     skipped: int = 0
+    failed: int = 0
     reward: float | None = None
 
 
@@ -166,6 +167,7 @@ class TrainingLoops:
             "steps": counts.steps,
             "snapshots": counts.snapshots,
             "skipped_attempts": counts.skipped,
+            "failed_attempts": counts.failed,
             "reward": counts.reward,
         }
 
@@ -190,9 +192,19 @@ class TrainingLoops:
         await self._report.add(reports)
 
     async def _snapshot(self) -> None:
-        """Takes the time, gives numbered attempts to the controller, until the steps are trained."""
+        """Takes the time, gives numbered attempts to the controller, until the steps are trained.
+
+        An attempt that failed although it was retried fails alone: the next one tries again. It is the controller that
+        ends the run after `rollout_checkpointing.max_consecutive_failures` of them, and the train steps then say so.
+        """
         while not await self._trained_within(self._config.rollout_checkpointing.interval_s):
-            outcome = await attempt_snapshot(self._runtime, attempt_number(), False, self._incarnation)
+            try:
+                outcome = await attempt_snapshot(self._runtime, attempt_number(), False, self._incarnation)
+            except MidflightError as error:
+                if not is_retryable(error):
+                    raise
+                self._counts.failed += 1
+                continue
             if outcome["outcome"] == "completed":
                 self._counts.snapshots += 1
             else:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -26,7 +27,10 @@ def train_run(config: RunConfig, console: Console) -> None:
         console.print(f"{config.name} is trained already: {steps} steps; raise algorithm.max_steps to train on")
         return
     with deployed_services(home, console) as state:
-        asyncio.run(_train(config, home, state, console))
+        try:
+            asyncio.run(_train(config, home, state, console))
+        except asyncio.CancelledError:  # by SIGTERM; Ctrl-C arrives as a KeyboardInterrupt already
+            raise KeyboardInterrupt from None
 
 
 @contextmanager
@@ -52,6 +56,9 @@ async def _train(config: RunConfig, home: Home, state: ServiceState, console: Co
     from flows.deployments import TRAIN, failure_of, is_completed, refuse_unfinished, start_flow_run
     from flows.following import follow
 
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     name = f"train-{config.name}"
     await refuse_unfinished(name)
     run = await start_flow_run(TRAIN, {"config": config.model_dump(mode="json")}, name=name)

@@ -1,6 +1,7 @@
 """The controller as a detached Ray actor: store, trace, driver lease, and the verbs that tasks call."""
 
 import asyncio
+import gc
 import os
 import time
 from collections.abc import Coroutine, Mapping, Sequence
@@ -70,6 +71,7 @@ class ControllerActor:
             ),
             trace=trace,
         )
+        gc.freeze()  # what start-up made stays: a full collection would stop the event loop for tens of milliseconds
         self._driver: str | None = None
         self._heard = time.monotonic()
         self._watch: asyncio.Task[None] | None = None
@@ -158,8 +160,8 @@ class ControllerActor:
                 return
             if silence > cluster.driver_lease_s and not parked and self._controller.state is ControllerState.RUNNING:
                 parked = True
-                await self._snapshot_unasked()
                 self._controller.park()
+                await self._snapshot_unasked()
             elif silence <= cluster.driver_lease_s and parked:
                 parked = False
                 self._controller.unpark()

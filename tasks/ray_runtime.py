@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import ray
 
-from gpu_workers.runtime_names import CONTROLLER, actors_of
+from gpu_workers.runtime_names import CONTROLLER, namespace_of
 from storage.errors import ConfigurationError, InfrastructureFailure, MidflightError, StaleIncarnation
 from storage.run_config import RunConfig
 from tasks.retries import domain_error
@@ -101,7 +101,11 @@ class RayRuntime:
             return await getattr(controller, verb).remote(*arguments)
 
     def _controller(self) -> Any | None:
-        return actors_of(self.run).get(CONTROLLER)
+        # By its own name: a handle of a worker would import torch to be read.
+        try:
+            return ray.get_actor(CONTROLLER, namespace=namespace_of(self.run))
+        except ValueError:
+            return None
 
 
 def _launch(config: RunConfig, incarnation: str, cache: Path) -> None:

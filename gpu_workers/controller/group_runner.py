@@ -83,7 +83,7 @@ class GroupRunner:
             self._record("attempt_dispatched", group_id, sibling, prompt)
         asked = tuple(SiblingOrder(s.generation_index, s.attempt) for s in running)
         order = GroupOrder(group_id, prompt, asked)
-        message = ""
+        message, broken = "", "the generator ended the group without a result for this sibling"
         try:
             async with asyncio.timeout(self._parts.config.async_rl.rollout_timeout_s):
                 # Closed at once when the deadline passes, not when the garbage collector finds it.
@@ -91,15 +91,15 @@ class GroupRunner:
                     async for result in results:
                         message = await self._receive(group_id, result, prompt) or message
         except TimeoutError:
-            message = f"no result within async_rl.rollout_timeout_s {self._parts.config.async_rl.rollout_timeout_s}"
+            broken = f"no result within async_rl.rollout_timeout_s {self._parts.config.async_rl.rollout_timeout_s}"
             with contextlib.suppress(InfrastructureFailure):
                 await self._generator.abort(group_id)
         except InfrastructureFailure as failure:
-            message = str(failure)
+            broken = str(failure)
         for unanswered in asked:
             if self._is_owed(group_id, unanswered.generation_index, unanswered.attempt):
-                message = message or "the generator ended the group without a result for this sibling"
-                await self._abandon(group_id, unanswered.generation_index, message, infrastructure=True)
+                message = broken
+                await self._abandon(group_id, unanswered.generation_index, broken, infrastructure=True)
         return message
 
     async def _receive(self, group_id: str, result: SiblingResult, prompt: Prompt) -> str:

@@ -194,7 +194,8 @@ class SingleController:
     async def _start(self, plan: RestorePlan) -> Mapping[str, Any]:
         self._restorer.require_complete(plan)
         bundle, anchor = await self._restorer.bundle(plan), await self._anchor_of(plan)
-        # Nothing is awaited from here on: the controller starts whole or not at all.
+        # Nothing is awaited from here on: the controller starts whole or, closed meanwhile, not at all.
+        self._require_unrestored("redispatch")
         self._snapshotter.adopt_anchor(anchor)
         if bundle is not None:
             self._bundles.adopt(bundle)

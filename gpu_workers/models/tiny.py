@@ -49,8 +49,7 @@ def ensure_model(config: RunConfig, cache: Path) -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=".tiny-", dir=cache))
     try:
-        with _one_thread(config.seed):
-            _write(make_model(config), staging)
+        _write(make_model(config), staging)
         _publish(staging, folder)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
@@ -58,10 +57,11 @@ def ensure_model(config: RunConfig, cache: Path) -> Path:
 
 
 def make_model(config: RunConfig) -> Qwen2ForCausalLM:
-    """A new model with random weights, warmed up; fp32 on the CPU. Uses torch's global generator for the weights."""
+    """A new model with random weights, warmed up; fp32 on the CPU."""
     task = build_task(config.data)
-    model = Qwen2ForCausalLM(_model_config(config, task)).float()
-    _warm_up(model, task, steps=config.policy.warm_start_steps, noise=config.policy.warm_start_noise)
+    with _one_thread(config.seed):
+        model = Qwen2ForCausalLM(_model_config(config, task)).float()
+        _warm_up(model, task, steps=config.policy.warm_start_steps, noise=config.policy.warm_start_noise)
     return model.eval()
 
 

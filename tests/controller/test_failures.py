@@ -1,7 +1,6 @@
 """Rollouts that fail: budgets, back-off, replacement, shrinking, floors, and what a restart remembers of them."""
 
 import asyncio
-import time
 
 import pytest
 
@@ -60,16 +59,17 @@ async def test_a_retry_keeps_the_siblings_that_were_sealed(make_world):
 
 
 async def test_an_attempt_past_its_deadline_is_aborted_and_retried(make_world):
-    world = make_world(async_rl={"rollout_timeout_s": 0.05})
+    world = make_world(async_rl={"rollout_timeout_s": 0.3})
     world.boot()
     slow = world.passed_by(1)[0]
-    world.generator.held = lambda group_id, index: group_id == slow and not world.generator.aborted
+    world.generator.held = lambda group_id, index: group_id == slow and slow not in world.generator.aborted
     controller = await world.restore(world.plan())
     reports = await controller.train_steps(1, 1)
     assert slow in reports[0]["group_ids"]
-    assert world.generator.aborted == [slow]
+    assert world.generator.aborted.count(slow) == 1
     assert world.generator.closed.count(slow) == 2
-    assert "rollout_timeout_s 0.05" in world.trace.of("attempt_abandoned")[0]["message"]
+    reasons = {e["message"] for e in world.trace.of("attempt_abandoned") if e["rollout_id"] == f"{slow}_g0"}
+    assert reasons == {"no result within async_rl.rollout_timeout_s 0.3"}
     await world.kill()
 
 
@@ -256,11 +256,9 @@ async def test_scenario_39_a_failure_and_a_stop_in_the_same_turn_the_failure_win
 
 async def test_a_pause_before_a_retry_does_not_hold_up_other_groups(make_world):
     world, order, controller = await _started(
-        make_world, {1: [INFRASTRUCTURE]}, async_rl={"retry_backoff_s": 0.2, "retry_backoff_max_s": 0.2}
+        make_world, {1: [INFRASTRUCTURE]}, async_rl={"retry_backoff_s": 60, "retry_backoff_max_s": 60}
     )
-    started = time.perf_counter()
     await world.settle(lambda: len(controller.parts.buffer) == 7)
-    assert time.perf_counter() - started < 0.2
-    await controller.train_steps(1, 1)
-    assert time.perf_counter() - started >= 0.2
+    assert [o.group_id for o in world.generator.orders].count(order[1]) == 1
+    assert controller.describe()["running_groups"] == 1
     await world.kill()

@@ -279,6 +279,21 @@ async def test_a_snapshot_on_the_initial_model_is_refused_under_another_configur
         await world.start()
 
 
+async def test_a_controller_that_is_closed_during_its_last_link_does_not_start(make_world):
+    world, _ = await _killed_in_the_middle(make_world)
+    controller, plan = world.boot(), world.plan()
+    for name in LINKS:
+        await controller.restore_link(name, plan)
+    reading = world.store.hold("read", "/manifests/")
+    link = asyncio.create_task(controller.restore_link("redispatch", plan))
+    await world.settle(reading.reached.is_set)
+    await world.kill()
+    reading.release()
+    with pytest.raises(BrokenInvariant, match="controller that is ended"):
+        await link
+    assert (controller.state, world.generator.orders) == ("ended", [])
+
+
 async def test_two_restores_at_once_run_their_links_one_after_the_other(make_world):
     world, _ = await _killed_in_the_middle(make_world)
     controller, plan = world.boot(), world.plan()

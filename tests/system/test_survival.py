@@ -1,7 +1,7 @@
 """Real Prefect, Ray, vLLM, torch and files: a run that is killed again and again ends like one that never was.
 
-The run is synchronous (lookahead 0), so that it is a function of its seed: after every restore rollouts and weights have
-the hashes of the uninterrupted run, bit for bit.
+The run is synchronous (lookahead 0), so that it is a function of its seed: after every restore rollouts and weights
+have the hashes of the uninterrupted run, bit for bit.
 """
 
 import time
