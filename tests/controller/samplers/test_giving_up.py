@@ -169,6 +169,21 @@ async def test_evicted_groups_lose_index_rows_and_gain_their_credit_in_one_mutat
     await world.kill()
 
 
+async def test_stale_groups_count_as_capacity_until_the_trainer_gives_them_up(make_world, options):
+    world = make_world(async_rl=options("windowed", 0, buffer_capacity=11), algorithm={"max_steps": 6})
+    controller = await world.start()
+    parts = controller.parts
+    await world.settle(lambda: len(parts.buffer) == 11)
+    await controller.train_steps(1, 1)
+    await world.settle(lambda: len(parts.buffer) == 11)
+    assert sorted(group.start_version for group in parts.buffer.ready()) == [0] * 8 + [1] * 3
+    for _ in range(100):
+        await asyncio.sleep(0)
+        assert len(parts.buffer) + controller.describe()["running_groups"] == 11
+    await world.train(2, 2)
+    await world.kill()
+
+
 async def test_a_straggler_that_ends_outside_the_window_while_the_trainer_waits_is_evicted(make_world, options):
     world = make_world(async_rl=options("weight_fifo", 1), algorithm={"max_steps": 6})
     world.boot()
