@@ -29,9 +29,10 @@ check: install ## ruff, ruff format, mypy --strict, import-linter
 bench: install ## the benchmarks, as tables
 	@$(BIN)/python -m pytest benchmarks -m benchmark -s $(ARGS)
 
-docs: install ## write docs/configuration.md from the code
+docs: install ## write docs/configuration.md and the tables of keys in other pages from the code
 	@$(BIN)/midflight config-reference > docs/configuration.md.new
 	@mv docs/configuration.md.new docs/configuration.md
+	@$(BIN)/midflight config-reference $(patsubst %,--fill %,$(wildcard docs/*.md))
 
 clean: ## remove .venv, caches and what the demo wrote; runs under .midflight/ stay
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

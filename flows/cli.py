@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from flows.config_files import load_config
-from flows.config_reference import config_reference
+from flows.config_reference import config_reference, filled
 from flows.home import Home
 from flows.tables import error_panel
 from storage.errors import ConfigurationError, MidflightError
@@ -127,9 +127,17 @@ def down() -> None:
 
 
 @app.command("config-reference", epilog="Example:\n\n`midflight config-reference > docs/configuration.md`")
-def print_config_reference() -> None:
+def print_config_reference(
+    fill: Annotated[
+        list[Path] | None,
+        typer.Option("--fill", metavar="PAGE", help="Rewrite the tables of keys in this page instead."),
+    ] = None,
+) -> None:
     """Print the configuration reference as Markdown."""
-    sys.stdout.write(config_reference())
+    for page in fill or ():
+        page.write_text(filled(page.read_text()))
+    if not fill:
+        sys.stdout.write(config_reference())
 
 
 def _store_url(given: str | None) -> str:

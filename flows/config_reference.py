@@ -1,6 +1,11 @@
-"""The configuration reference: Markdown made from the declarations in `storage.run_config`."""
+"""The configuration reference: Markdown made from the declarations in `storage.run_config`.
 
-from collections.abc import Iterator
+Other pages hold tables of some keys between `<!-- keys: algorithm.kind algorithm.critic.* -->` and `<!-- end keys -->`;
+`filled` writes them.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
 from enum import Enum
 from typing import Any, Literal, get_args, get_origin
 
@@ -9,6 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from flows.config_files import section_of
+from storage.errors import ConfigurationError
 from storage.run_config import RunConfig
 
 _INTRODUCTION = """# Configuration
@@ -18,6 +24,9 @@ _INTRODUCTION = """# Configuration
 A run is one YAML file: `midflight train FILE`. Unknown keys are refused. A value can be given on the command line:
 `--set algorithm.max_steps=50`. Names end with their unit: `_s` seconds, `_bytes` bytes.
 """
+
+_HEADER = "| Key | Type | Default | Meaning |\n|---|---|---|---|"
+_TABLE = re.compile(r"(<!-- keys: ([\w.* ]+) -->)\n.*?(<!-- end keys -->)", re.DOTALL)
 
 
 def config_reference() -> str:
@@ -29,15 +38,49 @@ def _sections(model: type[BaseModel], prefix: str, title: str) -> Iterator[str]:
     inner = {name: section_of(field.annotation) for name, field in model.model_fields.items()}
     plain = [name for name, section in inner.items() if section is None]
     yield f"## {title}\n\n{_summary(model)}\n"
-    yield "| Key | Type | Default | Meaning |\n|---|---|---|---|"
+    yield _HEADER
     for name in plain:
-        field = model.model_fields[name]
-        cells = (f"`{prefix}{name}`", _type(field), _default(field), field.description or "")
-        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        yield _row(f"{prefix}{name}", model.model_fields[name])
     yield ""
     for name, section in inner.items():
         if section is not None:
             yield from _sections(section, f"{prefix}{name}.", f"`{prefix}{name}`")
+
+
+def filled(page: str) -> str:
+    """A Markdown page with its tables of keys written anew.
+
+    A pattern names a key, or with `.*` all keys below a section. Raises ConfigurationError for one that names none.
+    """
+    return _TABLE.sub(lambda found: f"{found[1]}\n{key_table(found[2].split())}\n{found[3]}", page)
+
+
+def key_table(patterns: Sequence[str]) -> str:
+    """The rows of some keys, in the order of the patterns."""
+    fields = dict(_fields(RunConfig, ""))
+    lines = [_HEADER]
+    for pattern in patterns:
+        matching = [
+            key for key in fields if key == pattern or (pattern.endswith(".*") and key.startswith(pattern[:-1]))
+        ]
+        if not matching:
+            raise ConfigurationError(f"a page names the key '{pattern}', which no configuration has; correct the page")
+        lines += [_row(key, fields[key]) for key in matching]
+    return "\n".join(lines)
+
+
+def _fields(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
+    for name, field in model.model_fields.items():
+        section = section_of(field.annotation)
+        if section is None:
+            yield f"{prefix}{name}", field
+        else:
+            yield from _fields(section, f"{prefix}{name}.")
+
+
+def _row(key: str, field: FieldInfo) -> str:
+    cells = (f"`{key}`", _type(field), _default(field), field.description or "")
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _summary(model: type[BaseModel]) -> str:

@@ -4,50 +4,14 @@ One `RunConfig` is the YAML file of `midflight train`, the parameter form in the
 manifest. It imports neither torch nor vLLM nor Ray.
 """
 
-import re
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from storage.algorithm_config import AlgorithmConfig
+from storage.async_rl_config import AsyncRlConfig
+from storage.config_section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 from storage.records import RecoveryLevel
-
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-
-_IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-_SAMPLER_LIMITS = {
-    "max_lookahead_versions": ("in_order", "custom"),
-    "max_staleness_versions": ("weight_fifo", "ready_first", "windowed", "custom"),
-}
-
-
-class Section(BaseModel):
-    """Base of all sections: immutable and strict about its keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
-
-
-class AlgorithmConfig(Section):
-    """The policy-gradient algorithm and its optimizer."""
-
-    kind: Literal["grpo"] = Field("grpo", description="Algorithm.")
-    max_steps: PositiveInt = Field(100, description="Train steps of the run.")
-    num_prompts_per_step: PositiveInt = Field(16, description="Prompt groups that one optimizer step consumes.")
-    num_generations_per_prompt: Annotated[int, Field(ge=2)] = Field(
-        8, description="Completions per prompt: the group of the advantage baseline."
-    )
-    learning_rate: PositiveFloat = Field(3e-4, description="AdamW learning rate.")
-    adam_betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW betas.")
-    weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="AdamW weight decay.")
-    max_gradient_norm: PositiveFloat = Field(1.0, description="Gradients are clipped to this norm.")
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = Field(0.2, description="The ratio is clipped below 1 - clip_low.")
-    clip_high: PositiveFloat = Field(0.28, description="The ratio is clipped above 1 + clip_high.")
-    importance_weight_cap: PositiveFloat = Field(
-        2.0, description="Truncation of the generator-trainer importance weight."
-    )
-    divide_by_standard_deviation: bool = Field(True, description="Divide advantages by their group's deviation.")
-    microbatch_rows: PositiveInt = Field(64, description="Rows of one forward and backward pass.")
 
 
 class DataConfig(Section):
@@ -85,44 +49,6 @@ class GenerationConfig(Section):
     kv_cache_bytes: PositiveInt = Field(64 << 20, description="KV cache of one engine, in bytes (CPU).")
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(0.85, description="vLLM's share of a GPU.")
     tensor_parallel_size: PositiveInt = Field(1, description="GPUs of one engine.")
-
-
-class AsyncRlConfig(Section):
-    """How far generation may run ahead, and what happens when rollouts fail."""
-
-    sampler: Literal["in_order", "weight_fifo", "ready_first", "windowed", "custom"] = Field(
-        "in_order", description="When batches are dispatched, and which finished groups a train step takes."
-    )
-    max_lookahead_versions: NonNegativeInt = Field(
-        1, description="in_order: steps that may be dispatched beyond the one being trained. 0 is synchronous."
-    )
-    max_staleness_versions: NonNegativeInt = Field(
-        1,
-        description="weight_fifo, ready_first: batches that may be dispatched beyond the step being trained. "
-        "weight_fifo, windowed: versions by which a group's start may lie behind the trainer; older ones are given up.",
-    )
-    freshest_first: bool = Field(False, description="windowed: take the newest start version first.")
-    custom_sampler: str | None = Field(
-        None, description="custom: import path of the sampler's class, such as 'team.samplers:ShortestFirst'."
-    )
-    buffer_capacity: PositiveInt | None = Field(
-        None,
-        description="Most groups in buffer and flight. By default what the sampler needs: num_prompts_per_step x "
-        "(lookahead or staleness + 1), and no bound for windowed.",
-    )
-    max_infrastructure_failures: NonNegativeInt = Field(5, description="Infrastructure failures a sibling survives.")
-    max_data_failures: NonNegativeInt = Field(1, description="Data failures a sibling survives.")
-    retry_backoff_s: PositiveFloat = Field(0.5, description="First pause after an infrastructure failure; it doubles.")
-    retry_backoff_max_s: PositiveFloat = Field(30.0, description="Longest pause between infrastructure retries.")
-    rollout_timeout_s: PositiveFloat = Field(600.0, description="Deadline of one attempt.")
-    on_dropped_prompt: Literal["shrink", "replace"] = Field(
-        "replace", description="A group that is given up is replaced by a spare prompt, or its step shrinks."
-    )
-    max_skipped_prompts: NonNegativeInt = Field(16, description="Prompts a run may give up before it fails.")
-    spare_prompts: NonNegativeInt = Field(4, description="Prompts kept in hand to replace groups that are given up.")
-    min_step_batch_fraction: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.5, description="Smallest share of num_prompts_per_step that a step may shrink to."
-    )
 
 
 class CheckpointingConfig(Section):
@@ -203,61 +129,28 @@ class RunConfig(Section):
         return self.async_rl.buffer_capacity or self._needed_capacity()
 
     def _needed_capacity(self) -> int | None:
-        """What a sampler that dispatches one batch for each version needs."""
-        limits = self.async_rl
-        match limits.sampler:
-            case "in_order":
-                return self.algorithm.num_prompts_per_step * (limits.max_lookahead_versions + 1)
-            case "weight_fifo" | "ready_first":
-                return self.algorithm.num_prompts_per_step * (limits.max_staleness_versions + 1)
-            case _:
-                return None
+        ahead = self.async_rl.batches_ahead
+        return None if ahead is None else self.algorithm.num_prompts_per_step * (ahead + 1)
 
-    @model_validator(mode="after")
-    def _refuse_sampler_without_room(self) -> Self:
-        given, step_size = self.async_rl.buffer_capacity, self.algorithm.num_prompts_per_step
-        needed = self._needed_capacity() or step_size
-        if given is not None and given < needed:
-            raise ValueError(
-                f"async_rl.buffer_capacity is {given}, but sampler {self.async_rl.sampler} needs {needed} "
-                f"({needed // step_size} x algorithm.num_prompts_per_step {step_size})"
-            )
-        return self
+    def lookahead_versions(self, version: int) -> int:
+        """How far dispatch may run ahead of generators at `version`, in train steps.
 
-    @model_validator(mode="after")
-    def _refuse_options_of_other_samplers(self) -> Self:
-        """An option that would do nothing was meant for another sampler."""
-        limits, sampler = self.async_rl, self.async_rl.sampler
-        if (sampler == "custom") != (limits.custom_sampler is not None):
-            raise ValueError(
-                f"async_rl.sampler is {sampler} and async_rl.custom_sampler is {limits.custom_sampler!r}; a sampler of "
-                "your own needs both, 'custom' and 'package.module:Class'"
-            )
-        if limits.custom_sampler is not None and not _IMPORT_PATH.fullmatch(limits.custom_sampler):
-            raise ValueError(f"async_rl.custom_sampler is {limits.custom_sampler!r}; expected package.module:Class")
-        if limits.freshest_first and sampler not in ("windowed", "custom"):
-            raise ValueError(f"async_rl.freshest_first has no effect on sampler {sampler}; it belongs to windowed")
-        for option, users in _SAMPLER_LIMITS.items():
-            value, unset = getattr(limits, option), AsyncRlConfig.model_fields[option].default
-            if value != unset and sampler not in users:
-                other = next(name for name in _SAMPLER_LIMITS if name != option)
-                raise ValueError(
-                    f"async_rl.{option} is {value}, but sampler {sampler} is bounded by async_rl.{other}; "
-                    f"set async_rl.{other} to {value} and leave {option} out"
-                )
-        return self
+        While the critic warms up (N = algorithm.policy_training_start_step) weights do not change, so that it may be
+        `warmup_lookahead_versions`. Towards its end the window closes again: no batch dispatched before version N is
+        meant for a step after N + `max_lookahead_versions`, so that none is trained more updates late than usual.
+        """
+        usual, warmup = self.async_rl.max_lookahead_versions, self.async_rl.warmup_lookahead_versions
+        left = self.algorithm.policy_training_start_step - version
+        return usual if warmup is None or left <= 0 else max(usual, min(warmup, left + usual))
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Self:
+        self._refuse_needless_warmup()
+        self._refuse_lack_of_room()
         if self.data.num_prompts < self.algorithm.num_prompts_per_step:
             raise ValueError(
                 f"data.num_prompts is {self.data.num_prompts}, less than algorithm.num_prompts_per_step "
                 f"{self.algorithm.num_prompts_per_step}: no step could ever be filled"
-            )
-        if self.algorithm.importance_weight_cap < 1 + self.algorithm.clip_high:
-            raise ValueError(
-                f"algorithm.importance_weight_cap {self.algorithm.importance_weight_cap} is less than "
-                f"1 + algorithm.clip_high {self.algorithm.clip_high}: the cap would act before the clipping"
             )
         if self.generation.max_new_tokens >= self.generation.max_model_len:
             raise ValueError(
@@ -269,3 +162,27 @@ class RunConfig(Section):
         if self.cluster.driver_ttl_s < self.cluster.driver_lease_s:
             raise ValueError("cluster.driver_ttl_s is less than cluster.driver_lease_s")
         return self
+
+    def _refuse_lack_of_room(self) -> None:
+        given, step_size = self.async_rl.buffer_capacity, self.algorithm.num_prompts_per_step
+        needed = self._needed_capacity() or step_size
+        if given is not None and given < needed:
+            raise ValueError(
+                f"async_rl.buffer_capacity is {given}, but sampler {self.async_rl.sampler} needs {needed} "
+                f"({needed // step_size} x algorithm.num_prompts_per_step {step_size})"
+            )
+
+    def _refuse_needless_warmup(self) -> None:
+        warmup, usual = self.async_rl.warmup_lookahead_versions, self.async_rl.max_lookahead_versions
+        if warmup is None:
+            return
+        if self.algorithm.policy_training_start_step == 0:
+            raise ValueError(
+                f"async_rl.warmup_lookahead_versions is {warmup}, but no critic warms up: "
+                "algorithm.policy_training_start_step is 0; remove the one, or raise the other (algorithm.kind 'ppo')"
+            )
+        if warmup < usual:
+            raise ValueError(
+                f"async_rl.warmup_lookahead_versions is {warmup}, less than async_rl.max_lookahead_versions {usual}; "
+                "it is meant to run further ahead than usual"
+            )

@@ -14,6 +14,8 @@ from torch import Tensor
 from storage.errors import BrokenInvariant
 from storage.schemas import TRAINING_ROWS
 
+TRUNCATED = "length"
+
 
 @dataclass(frozen=True, slots=True)
 class TrainingRow:
@@ -28,11 +30,17 @@ class TrainingRow:
     versions: NDArray[np.int32]
     reward: float
     masked: bool
+    finish_reason: str
 
     @property
-    def num_trained_tokens(self) -> int:
-        """Sampled tokens that may enter the loss."""
-        return 0 if self.masked else int(self.loss_mask.sum())
+    def num_sampled_tokens(self) -> int:
+        """Tokens that the policy sampled."""
+        return int(self.loss_mask.sum())
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether the completion was cut off at its token limit."""
+        return self.finish_reason == TRUNCATED
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +61,11 @@ class TokenBatch:
     recorded_logprobs: Tensor
     versions: Tensor
     rows: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        """R."""
+        return int(self.input_ids.shape[0])
 
 
 def read_groups(batches: Sequence[pa.RecordBatch], *, group_size: int, vocabulary_size: int) -> list[list[TrainingRow]]:
@@ -85,17 +98,17 @@ def _read_batch(batch: pa.RecordBatch, vocabulary_size: int) -> Iterator[Trainin
     if not batch.schema.equals(TRAINING_ROWS):
         names = [field.name for field in batch.schema if field not in list(TRAINING_ROWS)]
         raise BrokenInvariant(f"rows do not have the schema storage.schemas.TRAINING_ROWS; differing columns: {names}")
-    plain = ("row_id", "group_id", "generation_index", "reward", "masked")
+    plain = ("row_id", "group_id", "generation_index", "reward", "masked", "finish_reason")
     ragged = ("token_ids", "loss_mask", "logprobs", "version_starts", "versions")
     columns = [batch.column(name).to_pylist() for name in plain]
     arrays = [_ragged(batch.column(name)) for name in ragged]
     for scalars, (token_ids, loss_mask, logprobs, starts, versions) in zip(
         zip(*columns, strict=True), zip(*arrays, strict=True), strict=True
     ):
-        row_id, group_id, generation_index, reward, masked = scalars
-        _check(row_id, token_ids, loss_mask, logprobs, reward, vocabulary_size)
+        row_id, group_id, generation_index, *outcome = scalars
+        _check(row_id, token_ids, loss_mask, logprobs, outcome[0], vocabulary_size)
         spans = _expand(row_id, starts, versions, len(token_ids))
-        yield TrainingRow(row_id, group_id, generation_index, token_ids, loss_mask, logprobs, spans, reward, masked)
+        yield TrainingRow(row_id, group_id, generation_index, token_ids, loss_mask, logprobs, spans, *outcome)
 
 
 def _ragged(column: Any) -> Iterator[NDArray[Any]]:
@@ -161,3 +174,12 @@ def pad_rows(rows: Sequence[TrainingRow], *, device: torch.device) -> TokenBatch
         versions=torch.from_numpy(versions.astype(np.int64)).to(device),
         rows=torch.from_numpy(owners).to(device),
     )
+
+
+def pad_whole_rows(rows: Sequence[TrainingRow], *, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(token ids int64 [R, W], index of each row's last token int64 [R]); right-padded with token 0."""
+    lengths = [len(row.token_ids) for row in rows]
+    token_ids = np.zeros((len(rows), max(lengths)), dtype=np.int64)
+    for index, row in enumerate(rows):
+        token_ids[index, : len(row.token_ids)] = row.token_ids
+    return torch.from_numpy(token_ids).to(device), torch.tensor(lengths, device=device) - 1

@@ -1,4 +1,4 @@
-"""AdamW over the policy's parameters: one update from summed gradients, and a state without pickle."""
+"""AdamW over the parameters of a network: one update from summed gradients, and a state without pickle."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,26 +8,30 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from storage.errors import BrokenInvariant, SnapshotCorrupt
-from storage.run_config import AlgorithmConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-class PolicyOptimizer:
+class Optimizer:
     """Gradient clipping and AdamW.
 
     Settings come from the configuration, also after a restore: whether a changed configuration may go on from a
     checkpoint is decided by the run's identity, not here.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], config: AlgorithmConfig) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        *,
+        learning_rate: float,
+        betas: tuple[float, float],
+        weight_decay: float,
+        max_gradient_norm: float,
+    ) -> None:
         self._parameters = dict(parameters)
-        self._max_gradient_norm = config.max_gradient_norm
+        self._max_gradient_norm = max_gradient_norm
         self._adam = torch.optim.AdamW(
-            self._parameters.values(),
-            lr=config.learning_rate,
-            betas=config.adam_betas,
-            weight_decay=config.weight_decay,
+            self._parameters.values(), lr=learning_rate, betas=betas, weight_decay=weight_decay
         )
 
     def zero_gradients(self) -> None:
@@ -41,14 +45,14 @@ class PolicyOptimizer:
                 parameter.grad = torch.zeros_like(parameter)
         return [parameter.grad for parameter in self._parameters.values()]
 
-    def apply(self, *, num_tokens: int) -> float:
-        """Divide summed gradients by the step's tokens, clip them, update the parameters.
+    def apply(self, *, denominator: int) -> float:
+        """Divide summed gradients by the denominator of their mean, clip them, update the parameters.
 
         Returns the norm before clipping. Raises: BrokenInvariant, before anything has changed but gradients, if the
         norm isn't finite.
         """
         gradients = self.gradients()
-        torch._foreach_div_(gradients, float(num_tokens))
+        torch._foreach_div_(gradients, float(denominator))
         norm = get_total_norm(gradients)
         if not torch.isfinite(norm):
             raise BrokenInvariant(f"the gradient norm is {norm.item()}; the optimizer step was not taken")

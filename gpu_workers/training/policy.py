@@ -1,35 +1,23 @@
-"""The policy network: loaded from a Hugging Face folder, scored on rows, read and written as named tensors."""
+"""The policy network: scores the sampled tokens of rows."""
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
 
 from gpu_workers.training.batches import TokenBatch
 from gpu_workers.training.losses import TokenScores, score_tokens
-from storage.errors import ConfigurationError, RestoreRefused
-
-COMPUTE_TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+from gpu_workers.training.network import Network, load_causal_model
 
 
-class Policy:
-    """A causal language model whose parameters are kept in float32.
+class Policy(Network):
+    """A causal language model under its Hugging Face names; what generators get is cast to `dtype`.
 
-    With `dtype` bfloat16 the forward pass runs in bfloat16 (autocast) over float32 parameters, so that small updates
-    are not rounded away; what generators get is cast to `dtype`. The module stays in evaluation mode: no dropout, so
-    that log-probabilities are those of the policy that is published.
+    No dropout, so that log-probabilities are those of the policy that is published.
     """
 
     def __init__(self, model_dir: Path, *, dtype: str, temperature: float, device: torch.device) -> None:
-        self._model_dir = model_dir
+        super().__init__(load_causal_model, model_dir, dtype=dtype, device=device)
         self._temperature = temperature
-        self._device = device
-        self.compute_type = COMPUTE_TYPES[dtype]
-        self._model = _load(model_dir).to(device).eval()
 
     @property
     def vocabulary_size(self) -> int:
@@ -41,63 +29,13 @@ class Policy:
         """The model's `config.json`."""
         return str(self._model.config.to_json_string(use_diff=False))
 
-    def parameters(self) -> dict[str, Tensor]:
-        """Trainable parameters by name, in the model's order; a shared one (tied embeddings) appears once."""
-        return {name: value for name, value in self._model.named_parameters() if value.requires_grad}
-
-    def tensors(self) -> dict[str, Tensor]:
-        """All saved tensors by Hugging Face name, sorted, each shared one once; live, not copies."""
-        once = {name: value.detach() for name, value in self._model.named_parameters()}
-        shared = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
-        buffers = {name: value for name, value in self._model.state_dict().items() if name not in shared}
-        return dict(sorted({**once, **buffers}.items()))
-
-    def score(self, batch: TokenBatch) -> TokenScores:
-        """Log-probabilities (with gradient) and entropies of a batch's trained tokens, [T] each."""
-        with torch.autocast(self._device.type, dtype=torch.bfloat16, enabled=self.compute_type == torch.bfloat16):
+    def score(self, batch: TokenBatch, *, entropy_gradient: bool = False) -> TokenScores:
+        """Log-probabilities (with gradient) and entropies (by choice with one) of the sampled tokens, [T] each."""
+        with self._autocast():
             output = self._model(input_ids=batch.input_ids, use_cache=False, logits_to_keep=batch.num_predicted)
-        return score_tokens(output.logits[batch.selected], batch.targets, temperature=self._temperature)
-
-    def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raise RestoreRefused, naming the first differences, unless names, shapes and types are this model's."""
-        own = self.tensors()
-        differences = [
-            f"{name}: saved {_describe(tensors.get(name))}, expected {_describe(own.get(name))}"
-            for name in sorted(own.keys() | tensors.keys())
-            if _describe(own.get(name)) != _describe(tensors.get(name))
-        ]
-        if differences:
-            listed = "; ".join(differences[:3]) + (f"; {len(differences) - 3} more" if len(differences) > 3 else "")
-            raise RestoreRefused(
-                f"the checkpoint's weights are not those of the model in {self._model_dir}: {listed}; "
-                "set policy.model to the model it was trained from"
-            )
-
-    @torch.no_grad()
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over all tensors (checked before)."""
-        for name, value in self.tensors().items():
-            value.copy_(tensors[name])
-
-    @torch.no_grad()
-    def load_initial(self) -> None:
-        """Go back to the weights of the model's folder."""
-        fresh = _load(self._model_dir).state_dict()
-        for name, value in self._model.state_dict().items():
-            value.copy_(fresh[name])
-
-
-def _describe(tensor: Tensor | None) -> str:
-    return "absent" if tensor is None else f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-
-
-def _load(model_dir: Path) -> Any:
-    if not (model_dir / "config.json").is_file():
-        raise ConfigurationError(f"{model_dir} holds no config.json; policy.model must be a Hugging Face model folder")
-    transformers_logging.disable_progress_bar()
-    try:
-        return AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=torch.float32, attn_implementation="sdpa", use_safetensors=True, local_files_only=True
+        return score_tokens(
+            output.logits[batch.selected],
+            batch.targets,
+            temperature=self._temperature,
+            entropy_gradient=entropy_gradient,
         )
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"{model_dir} can't be loaded as a causal language model: {error}") from error

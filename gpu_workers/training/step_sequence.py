@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from gpu_workers.controller.ports import StepResult
 from gpu_workers.training.train_step import TrainStep
-from storage.errors import StepOutOfOrder
+from storage.errors import BrokenInvariant, StepOutOfOrder
 
 
 class StepSequence:
@@ -27,7 +27,9 @@ class StepSequence:
         return self._last
 
     def begin(self, step: int, create: Callable[[], TrainStep]) -> None:
-        """Open a step, or open it again. Raises: StepOutOfOrder unless it follows the last finished one."""
+        """Open a step, or open it again. Raises: StepOutOfOrder unless it follows the last finished one;
+        BrokenInvariant if the open one is torn."""
+        self.refuse_torn()
         if step == self._last.step:
             raise StepOutOfOrder(f"step {step} is finished already; finish_step({step}) returns its result")
         if step != self._last.step + 1:
@@ -44,6 +46,14 @@ class StepSequence:
                 f"no step is open after step {self._last.step}; call begin_step({self._last.step + 1})"
             )
         return self._open
+
+    def refuse_torn(self) -> None:
+        """Raise BrokenInvariant if the open step ended between two of its updates: only a restore helps then."""
+        if self._open is not None and self._open.torn:
+            raise BrokenInvariant(
+                f"step {self._last.step + 1} ended in an error between two of its updates, so that the weights belong "
+                "to no step; restore a checkpoint"
+            )
 
     def finished(self, step: int) -> StepResult | None:
         """The result of `step` if it was the last one finished; None if it is open and has to be finished now.

@@ -11,13 +11,15 @@ import torch
 from gpu_workers.controller.ports import StepResult, WeightsRef
 from gpu_workers.training.batches import pad_rows, read_rows
 from gpu_workers.training.devices import prepare_device
-from gpu_workers.training.optimizer import PolicyOptimizer
-from gpu_workers.training.policy import Policy
+from gpu_workers.training.epoch_updates import EpochUpdates
+from gpu_workers.training.learner import build_learner
+from gpu_workers.training.learner_state import capture, load_initial, load_state
 from gpu_workers.training.random_state import RandomState
 from gpu_workers.training.ranks import join_ranks
+from gpu_workers.training.single_update import SingleUpdate
 from gpu_workers.training.step_sequence import StepSequence
 from gpu_workers.training.train_step import TrainStep
-from gpu_workers.training.trainer_checkpoint import TrainerState, copy_to_memory, read_state, write_state
+from gpu_workers.training.trainer_checkpoint import read_state, write_state
 from gpu_workers.training.weights import WeightsFolder, weights_sha256
 from storage.checkpoints import CheckpointFiles
 from storage.filesystem import open_store
@@ -26,7 +28,7 @@ from storage.run_config import RunConfig
 
 
 class TrainerActor:
-    """Owns the policy, its optimizer and the step that is open. All ranks get the same calls in the same order.
+    """Owns the networks, their optimizers and the step that is open. All ranks get the same calls in the same order.
 
     `rendezvous` is where several ranks meet (`file:///path` on one machine, `tcp://host:port`); one rank needs none.
     Published weights lie below `weights_dir/<incarnation>/`, so that a runtime that is still dying can't replace those
@@ -43,19 +45,13 @@ class TrainerActor:
         incarnation: str,
         rendezvous: str | None = None,
     ) -> None:
-        self._config = config
         self._incarnation = incarnation
         self._device = prepare_device(config)
         self._ranks = join_ranks(rank, world_size, rendezvous=rendezvous, device=self._device)
         self._random = RandomState(seed=config.seed, rank=rank, device=self._device)
         self._random.reset()
-        self._policy = Policy(
-            Path(model_dir),
-            dtype=config.policy.dtype,
-            temperature=config.generation.temperature,
-            device=self._device,
-        )
-        self._optimizer = PolicyOptimizer(self._policy.parameters(), config.algorithm)
+        self._learner = build_learner(config, Path(model_dir), self._ranks, device=self._device)
+        self._policy = self._learner.policy
         self._weights = WeightsFolder(Path(weights_dir) / incarnation, dtype=self._policy.compute_type)
         self._store = open_store(config.store.url, deadline_s=config.store.deadline_s)
         self._sequence = StepSequence(StepResult(step=0))
@@ -76,12 +72,13 @@ class TrainerActor:
     def begin_step(self, step: int) -> None:
         """Start (or start again) the accumulation of gradients for `step`.
 
-        Raises: StepOutOfOrder unless `step` follows the last finished one.
+        Raises: StepOutOfOrder unless `step` follows the last finished one; BrokenInvariant after a step that ended
+        between two of its updates.
         """
-        self._sequence.begin(step, self._new_step)
+        self._sequence.begin(step, lambda: self._new_step(step))
 
     def train_microbatch(self, rows: Sequence[pa.RecordBatch]) -> dict[str, float]:
-        """Accumulate gradients of whole groups, in this order; see `TrainStep.add`."""
+        """Take whole groups, in this order; see `TrainStep.add`."""
         return self._sequence.open_step().add(rows)
 
     def flush_microbatches(self) -> None:
@@ -89,10 +86,10 @@ class TrainerActor:
         self._sequence.open_step().flush()
 
     def finish_step(self, step: int) -> StepResult:
-        """Clip and apply the optimizer step; for the step finished last, its result again.
+        """Update policy and critic, all epochs; for the step finished last, its result again.
 
         Raises: StepOutOfOrder for any other step; BrokenInvariant, before the update, if loss or gradient norm isn't
-        finite: the step then has to be begun again.
+        finite: the step then has to be begun again, or, if an earlier update was made, a checkpoint restored.
         """
         known = self._sequence.finished(step)
         if known is not None:
@@ -102,6 +99,7 @@ class TrainerActor:
 
     def publish_weights(self, version: int) -> WeightsRef:
         """Write the current weights as safetensors; `location` is the file, alone in its folder (rank 0 writes)."""
+        self._sequence.refuse_torn()
         self._version = version
         path = self._weights.path(version)
         if self._ranks.rank == 0:
@@ -113,14 +111,8 @@ class TrainerActor:
 
         The checkpoint is the entries of all ranks together; whoever publishes them makes it exist.
         """
-        state = TrainerState(
-            weights=copy_to_memory(self._policy.tensors()) if self._ranks.rank == 0 else {},
-            model_config=self._policy.config_json,
-            distributed=copy_to_memory({**self._optimizer.tensors(), **self._random.tensors()}),
-            updates=self._optimizer.updates(),
-            settings=self._optimizer.settings(),
-            last=self._sequence.last,
-        )
+        self._sequence.refuse_torn()
+        state = capture(self._learner, self._random, self._sequence.last)
         entries = write_state(state, CheckpointFiles(self._store, prefix), self._ranks)
         return [entry.model_dump(include={"path", "bytes", "sha256", "role"}) for entry in entries]
 
@@ -128,22 +120,16 @@ class TrainerActor:
         """Load a checkpoint's files, those of all ranks, or with None go back to the initial model.
 
         All or nothing on this rank. Raises: SnapshotCorrupt for files that are damaged, missing or do not belong
-        together; RestoreRefused for another model's weights.
+        together; RestoreRefused for another model's weights, another reference policy, a critic too many or missing.
         """
         if files is None:
-            self._policy.load_initial()
-            self._optimizer.reset()
-            self._random.reset()
+            load_initial(self._learner, self._random)
             self._start_after(StepResult(step=0))
             return
         entries = [FileEntry.model_validate(dict(file)) for file in files]
         prefix = entries[0].path.rpartition("/")[0] if entries else ""
         state = read_state(entries, CheckpointFiles(self._store, prefix))
-        self._policy.check(state.weights)
-        self._optimizer.check(state.distributed, state.updates)
-        self._policy.load(state.weights)
-        self._optimizer.load(state.distributed, state.updates)
-        self._random.load(state.distributed)
+        load_state(state, self._learner, self._random)
         self._start_after(state.last)
 
     def log_probabilities(self, rows: Sequence[pa.RecordBatch]) -> list[list[float]]:
@@ -156,15 +142,11 @@ class TrainerActor:
                 found.append([] if batch is None else self._policy.score(batch).logprobs.tolist())
         return found
 
-    def _new_step(self) -> TrainStep:
-        return TrainStep(
-            self._policy,
-            self._optimizer,
-            self._ranks,
-            self._config.algorithm,
-            device=self._device,
-            version=self._version,
-        )
+    def _new_step(self, step: int) -> TrainStep:
+        learner = self._learner
+        if learner.critic is None and learner.config.updates_once:
+            return TrainStep(SingleUpdate(learner, version=self._version), learner)
+        return TrainStep(EpochUpdates(learner, step=step, version=self._version), learner)
 
     def _start_after(self, last: StepResult) -> None:
         self._sequence = StepSequence(last)

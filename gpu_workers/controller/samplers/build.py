@@ -32,7 +32,8 @@ def _chosen(config: RunConfig) -> Sampler:
     limits = config.async_rl
     match limits.sampler:
         case "in_order":
-            return InOrderSampler(max_lookahead_versions=limits.max_lookahead_versions)
+            most = limits.batches_ahead or 0
+            return InOrderSampler(max_lookahead_versions=most, lookahead_at=config.lookahead_versions)
         case "weight_fifo":
             return WeightFifoSampler(max_staleness_versions=limits.max_staleness_versions)
         case "ready_first":

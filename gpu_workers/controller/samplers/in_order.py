@@ -1,6 +1,6 @@
 """`in_order`: trains batches in the order they were dispatched."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from gpu_workers.controller.barrier import Mutation
 from gpu_workers.controller.samplers.saved_dispatch import SavedDispatch
@@ -16,8 +16,15 @@ class InOrderSampler(VersionGate):
     restores_buffers = True
     claims = True
 
-    def __init__(self, *, max_lookahead_versions: int) -> None:
+    def __init__(self, *, max_lookahead_versions: int, lookahead_at: Callable[[int], int] | None = None) -> None:
+        """`lookahead_at(version)` is the lookahead at one version, at most `max_lookahead_versions`."""
         super().__init__(max_lookahead_versions)
+        self._lookahead_at = lookahead_at
+
+    def may_admit(self, version: int) -> bool:
+        """Whether target step cursor + 1 lies within the lookahead of `version`."""
+        lookahead = self._lookahead if self._lookahead_at is None else self._lookahead_at(version)
+        return self._cursor < version + lookahead
 
     def admit(self, mutation: Mutation) -> int:
         """Give out the next target step."""

@@ -1,6 +1,7 @@
 """What each built-in sampler admits, selects and gives up."""
 
 from gpu_workers.controller.barrier import Mutation
+from gpu_workers.controller.samplers.build import build_sampler
 from gpu_workers.controller.samplers.in_order import InOrderSampler
 from gpu_workers.controller.samplers.ready_first import ReadyFirstSampler
 from gpu_workers.controller.samplers.weight_fifo import WeightFifoSampler
@@ -21,6 +22,21 @@ def test_in_order_gives_out_a_stamp_once_and_only_within_the_lookahead():
             stamps.append(sampler.admit(LIVE))
         assert sampler.cursor == version + 1
     assert stamps == [0, 1, 2, 3, 4]
+
+
+def test_in_order_runs_further_ahead_while_the_critic_warms_up_and_has_the_room_for_it(configure):
+    config = configure(
+        algorithm={"kind": "ppo", "policy_training_start_step": 3, "max_steps": 9},
+        async_rl={"warmup_lookahead_versions": 3},
+    )
+    sampler = build_sampler(config)
+    cursors = []
+    for version in range(6):
+        while sampler.may_admit(version):
+            sampler.admit(LIVE)
+        cursors.append(sampler.cursor)
+    assert cursors == [3, 4, 4, 4, 5, 6], "nothing dispatched before version 3 is meant for a step after 4"
+    assert sampler.required_capacity(4) == config.buffer_capacity == 16
 
 
 def test_in_order_selects_the_groups_stamped_with_the_version_in_dispatch_order(finished):

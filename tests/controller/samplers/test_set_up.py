@@ -35,9 +35,10 @@ def test_too_little_capacity_is_refused_with_the_value_needed(configure, options
         ({"sampler": "custom"}, "custom_sampler is None; a sampler of your own needs both"),
         ({"custom_sampler": "a.b:C"}, "async_rl.sampler is in_order and async_rl.custom_sampler is 'a.b:C'"),
         ({"sampler": "custom", "custom_sampler": "a.b.C"}, "is 'a.b.C'; expected package.module:Class"),
-        ({"freshest_first": True}, "freshest_first has no effect on sampler in_order"),
-        ({"max_staleness_versions": 3}, "bounded by async_rl.max_lookahead_versions; set async_rl.max_lookahead"),
-        ({"sampler": "windowed", "max_lookahead_versions": 3}, "set async_rl.max_staleness_versions to 3"),
+        ({"freshest_first": True}, "freshest_first is True, but sampler in_order does not use it .windowed would"),
+        ({"max_staleness_versions": 3}, "max_staleness_versions is 3, .* and set async_rl.max_lookahead_versions"),
+        ({"sampler": "windowed", "max_lookahead_versions": 3}, "is 3, .* set async_rl.max_staleness_versions instead"),
+        ({"sampler": "ready_first", "warmup_lookahead_versions": 3}, "warmup_lookahead_versions is 3, but sampler rea"),
         ({"sampler": "ready_first", "max_staleness_versions": -1}, "greater than or equal to 0"),
     ],
 )
