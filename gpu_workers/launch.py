@@ -10,6 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
+from gpu_workers.controller.samplers.build import build_sampler
 from gpu_workers.controller_actor import ControllerActor
 from gpu_workers.generation.generator_actor import GENERATOR_ACTOR_OPTIONS, GeneratorActor
 from gpu_workers.generation.runtime_env import generator_env
@@ -46,7 +47,9 @@ def launch_runtime(config: RunConfig, *, incarnation: str, model_dir: Path) -> A
     """Start generators and trainer ranks, wait until they are ready, then start the controller, empty.
 
     What an earlier incarnation left behind is ended first. If any part fails to start, all of it is ended again.
+    Raises `ConfigurationError`, before anything is touched, when the sampler can't be built.
     """
+    build_sampler(config)
     end_runtime(config.name)
     folder = weights_dir(config.name, config.store.url)
     remove_weights(folder)

@@ -9,6 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from storage.algorithm_config import AlgorithmConfig
+from storage.async_rl_config import AsyncRlConfig
 from storage.config_section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 from storage.records import RecoveryLevel
 
@@ -48,37 +49,6 @@ class GenerationConfig(Section):
     kv_cache_bytes: PositiveInt = Field(64 << 20, description="KV cache of one engine, in bytes (CPU).")
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(0.85, description="vLLM's share of a GPU.")
     tensor_parallel_size: PositiveInt = Field(1, description="GPUs of one engine.")
-
-
-class AsyncRlConfig(Section):
-    """How far generation may run ahead, and what happens when rollouts fail."""
-
-    sampler: Literal["in_order"] = Field("in_order", description="Which finished groups a train step takes.")
-    max_lookahead_versions: NonNegativeInt = Field(
-        1, description="Steps that may be dispatched beyond the one being trained. 0 is synchronous."
-    )
-    warmup_lookahead_versions: NonNegativeInt | None = Field(
-        None,
-        description="max_lookahead_versions while the critic warms up (algorithm.policy_training_start_step): "
-        "weights do not change then, so that running further ahead costs no staleness. null: no difference.",
-    )
-    buffer_capacity: PositiveInt | None = Field(
-        None,
-        description="Most groups in buffer and flight; by default num_prompts_per_step x (lookahead + 1).",
-    )
-    max_infrastructure_failures: NonNegativeInt = Field(5, description="Infrastructure failures a sibling survives.")
-    max_data_failures: NonNegativeInt = Field(1, description="Data failures a sibling survives.")
-    retry_backoff_s: PositiveFloat = Field(0.5, description="First pause after an infrastructure failure; it doubles.")
-    retry_backoff_max_s: PositiveFloat = Field(30.0, description="Longest pause between infrastructure retries.")
-    rollout_timeout_s: PositiveFloat = Field(600.0, description="Deadline of one attempt.")
-    on_dropped_prompt: Literal["shrink", "replace"] = Field(
-        "replace", description="A group that is given up is replaced by a spare prompt, or its step shrinks."
-    )
-    max_skipped_prompts: NonNegativeInt = Field(16, description="Prompts a run may give up before it fails.")
-    spare_prompts: NonNegativeInt = Field(4, description="Prompts kept in hand to replace groups that are given up.")
-    min_step_batch_fraction: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.5, description="Smallest share of num_prompts_per_step that a step may shrink to."
-    )
 
 
 class CheckpointingConfig(Section):
@@ -154,10 +124,13 @@ class RunConfig(Section):
     cluster: ClusterConfig = ClusterConfig()
 
     @property
-    def buffer_capacity(self) -> int:
-        """Most groups in buffer and flight together."""
-        needed = self.algorithm.num_prompts_per_step * (self.async_rl.max_lookahead_versions + 1)
-        return self.async_rl.buffer_capacity or needed
+    def buffer_capacity(self) -> int | None:
+        """Most groups in buffer and flight together; None: no bound, or a custom sampler's own."""
+        return self.async_rl.buffer_capacity or self._needed_capacity()
+
+    def _needed_capacity(self) -> int | None:
+        ahead = self.async_rl.batches_ahead
+        return None if ahead is None else self.algorithm.num_prompts_per_step * (ahead + 1)
 
     def lookahead_versions(self, version: int) -> int:
         """How far dispatch may run ahead of generators at `version`, in train steps.
@@ -173,12 +146,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Self:
         self._refuse_needless_warmup()
-        needed = self.algorithm.num_prompts_per_step * (self.async_rl.max_lookahead_versions + 1)
-        if self.buffer_capacity < needed:
-            raise ValueError(
-                f"async_rl.buffer_capacity is {self.buffer_capacity}, but in_order with max_lookahead_versions "
-                f"{self.async_rl.max_lookahead_versions} needs {needed} (num_prompts_per_step x (lookahead + 1))"
-            )
+        self._refuse_lack_of_room()
         if self.data.num_prompts < self.algorithm.num_prompts_per_step:
             raise ValueError(
                 f"data.num_prompts is {self.data.num_prompts}, less than algorithm.num_prompts_per_step "
@@ -194,6 +162,15 @@ class RunConfig(Section):
         if self.cluster.driver_ttl_s < self.cluster.driver_lease_s:
             raise ValueError("cluster.driver_ttl_s is less than cluster.driver_lease_s")
         return self
+
+    def _refuse_lack_of_room(self) -> None:
+        given, step_size = self.async_rl.buffer_capacity, self.algorithm.num_prompts_per_step
+        needed = self._needed_capacity() or step_size
+        if given is not None and given < needed:
+            raise ValueError(
+                f"async_rl.buffer_capacity is {given}, but sampler {self.async_rl.sampler} needs {needed} "
+                f"({needed // step_size} x algorithm.num_prompts_per_step {step_size})"
+            )
 
     def _refuse_needless_warmup(self) -> None:
         warmup, usual = self.async_rl.warmup_lookahead_versions, self.async_rl.max_lookahead_versions

@@ -8,6 +8,7 @@ from gpu_workers.controller.failures import FailurePolicy
 from gpu_workers.controller.finalizer import Finalizer
 from gpu_workers.controller.parts import RolloutParts
 from gpu_workers.controller.ports import Generator, GroupOrder, SiblingOrder, SiblingResult
+from gpu_workers.controller.stale_groups import count_skipped
 from storage.errors import BrokenInvariant, InfrastructureFailure
 from storage.records import (
     DroppedPrompt,
@@ -29,12 +30,32 @@ class GroupRunner:
         self._generator = generator
         self._finalizer = finalizer
         self._policy = FailurePolicy(parts.config)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    async def run(self, group_id: str) -> None:
-        """Run a group, and then whichever spare prompts take its place, until one is published or none is left."""
-        current: str | None = group_id
-        while current is not None:
-            current = await self._run_one(current)
+    @property
+    def running(self) -> int:
+        """Groups started and not ended."""
+        return len(self._tasks)
+
+    def start(self, tasks: asyncio.TaskGroup, group_id: str) -> None:
+        """Run a group, and then whichever prompts take its place, until one is published or none is left."""
+        self._tasks[group_id] = tasks.create_task(self._run(group_id), name=f"group {group_id}")
+
+    def stop(self, group_id: str) -> None:
+        """End the task of a group that is not in the ledger any more; a group that does not run is ignored."""
+        task = self._tasks.pop(group_id, None)
+        if task is not None:
+            task.cancel()
+
+    async def _run(self, group_id: str) -> None:
+        current = group_id
+        try:
+            while (replacement := await self._run_one(current)) is not None:
+                self._tasks[replacement] = self._tasks.pop(current)
+                current = replacement
+        finally:
+            self._tasks.pop(current, None)
+            self._parts.state.changed.notify()
 
     async def _run_one(self, group_id: str) -> str | None:
         """Publish the group (None), or give it up (the id of its replacement, if any)."""
@@ -131,12 +152,14 @@ class GroupRunner:
             group = parts.ledger.group(group_id)
             self._policy.require_skippable(
                 group_id,
-                already_skipped=len(state.dropped),
+                already_skipped=count_skipped(state.dropped),
                 infrastructure=self._policy.is_infrastructure_spent(spent),
                 message=message,
             )
-            replaces = parts.config.async_rl.on_dropped_prompt == "replace" and bool(state.spares)
             stamp = group.target_step
+            # Without stamps there is no pool, and no shortfall: a step takes whichever groups are finished.
+            in_hand = bool(state.spares) if stamp is not None else not parts.source.exhausted
+            replaces = parts.config.async_rl.on_dropped_prompt == "replace" and in_hand
             if not replaces and stamp is not None:
                 shortfall = state.shortfall.get(stamp, 0) + 1
                 self._policy.require_step_size(stamp, shortfall=shortfall)
@@ -147,7 +170,10 @@ class GroupRunner:
             state.dropped.append(DroppedPrompt(group.prompt, message[:500], stamp))
             replacement = None
             if replaces:
-                replacement = parts.ledger.replace_dropped(mutation, group, state.spares.popleft())
+                prompt = state.spares.popleft() if stamp is not None else parts.source.take(mutation, 1)[0]
+                replacement = parts.ledger.replace_dropped(
+                    mutation, group, prompt, start_version=state.generator_version
+                )
         parts.trace.record("prompt_dropped", group_id=group_id, reason=message[:500])
         if replacement is not None:
             self._record_replacement(replacement)

@@ -9,7 +9,7 @@ from gpu_workers.controller.prompt_source import PromptSource
 from gpu_workers.controller.recovery_ledger import RecoveryLedger
 from gpu_workers.controller.replay_buffer import ReplayBuffer
 from gpu_workers.controller.row_store import DataPlane
-from gpu_workers.controller.sampler import Sampler
+from gpu_workers.controller.samplers.protocol import Sampler
 from gpu_workers.controller.signal import Signal
 from storage.records import DroppedPrompt, Progress, PromptRef, TrainedGroup
 from storage.run_config import RunConfig

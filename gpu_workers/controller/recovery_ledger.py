@@ -47,6 +47,10 @@ class RecoveryLedger:
         """All groups in dispatch order."""
         return sorted(self._groups.values(), key=lambda group: group.order)
 
+    def admitted(self) -> list[LedgerGroup]:
+        """Admitted, unfinished groups in dispatch order."""
+        return [group for group in self.groups() if group.phase is GroupPhase.ADMITTED]
+
     def reserve(
         self,
         mutation: Mutation,
@@ -61,10 +65,18 @@ class RecoveryLedger:
         siblings = tuple(Sibling(index) for index in range(size))
         return self._insert(mutation, LedgerGroup(prompt, level, batch, order, siblings))
 
-    def replace_dropped(self, mutation: Mutation, dropped: LedgerGroup, prompt: PromptRef) -> LedgerGroup:
-        """Give a discarded group's place (batch, order, admission) to another prompt."""
+    def replace_dropped(
+        self, mutation: Mutation, dropped: LedgerGroup, prompt: PromptRef, *, start_version: int
+    ) -> LedgerGroup:
+        """Give a discarded group's place (batch, order, stamp) to another prompt, which starts from today's weights."""
         siblings = tuple(Sibling(s.generation_index) for s in dropped.siblings)
-        fresh = replace(dropped, prompt=prompt, siblings=siblings, status=GroupStatus.GENERATING)
+        fresh = replace(
+            dropped,
+            prompt=prompt,
+            siblings=siblings,
+            status=GroupStatus.GENERATING,
+            start_version=start_version,
+        )
         return self._insert(mutation, fresh)
 
     def admit(

@@ -1,6 +1,7 @@
 """Whether a whole bundle fits this run: refused by name, with both values and the key to change."""
 
 from gpu_workers.controller.parts import RolloutParts
+from gpu_workers.controller.samplers.saved_dispatch import SavedDispatch
 from storage.errors import DatasetChanged, RestoreRefused
 from storage.identity import differences, identity, identity_of
 from storage.snapshot_reader import RestoredBundle
@@ -29,6 +30,19 @@ def require_compatible(parts: RolloutParts, bundle: RestoredBundle) -> None:
     if fatal:
         raise RestoreRefused(
             f"bundle {manifest.sequence} was made with other settings that can't change in a run: {'; '.join(fatal)}"
+        )
+    _require_sampler(parts, bundle)
+
+
+def _require_sampler(parts: RolloutParts, bundle: RestoredBundle) -> None:
+    """Finished groups are never left out in silence because this run's sampler can't select them."""
+    step_size = parts.config.algorithm.num_prompts_per_step
+    parts.sampler.require_restorable(SavedDispatch.of(bundle.state, num_prompts_per_step=step_size))
+    finished = len(bundle.state.buffer)
+    if finished and parts.config.checkpointing.load_replay_buffer and not parts.sampler.restores_buffers:
+        raise RestoreRefused(
+            f"sampler '{parts.sampler.name}' can't restore the {finished} finished groups of bundle "
+            f"{bundle.manifest.sequence}; set checkpointing.load_replay_buffer to false to generate them again"
         )
 
 

@@ -17,6 +17,7 @@ from gpu_workers.controller.parts import RolloutParts
 from gpu_workers.controller.ports import Trainer
 from gpu_workers.controller.recovery_ledger import normalize_for_restart
 from gpu_workers.controller.restore_checks import require_compatible
+from gpu_workers.controller.samplers.saved_dispatch import SavedDispatch
 from gpu_workers.controller.weight_sync import WeightSync
 from storage.errors import BrokenInvariant, RestoreRefused
 from storage.manifests import Manifest
@@ -172,12 +173,11 @@ class RolloutRestorer:
         """Counters, the source's position and the sampler's cursor, which must cover every restored stamp."""
         parts, saved = self._parts, _state(bundle)
         progress, state = saved.progress, parts.state
-        stamps = [g.target_step for g in saved.buffer] + [g.target_step for g in saved.ledger]
-        name = progress.sampler if bundle is not None else parts.sampler.name
+        step_size = parts.config.algorithm.num_prompts_per_step
+        nothing = SavedDispatch(sampler=parts.sampler.name)
+        dispatch = nothing if bundle is None else SavedDispatch.of(saved, num_prompts_per_step=step_size)
         async with parts.barrier.mutation("restore_cursor"):
-            parts.sampler.restore(
-                name=name, cursor=progress.sampler_cursor, stamps=[s for s in stamps if s is not None]
-            )
+            parts.sampler.restore(dispatch)
             parts.source.seek(progress.source)
             state.train_steps, state.trainer_version = progress.train_steps, progress.trainer_version
             state.stamps = progress.stamps
@@ -185,7 +185,7 @@ class RolloutRestorer:
             state.shortfall = dict(progress.shortfall)
             state.dropped = list(saved.dropped)
             state.trained = []
-        return {"train_steps": progress.train_steps, "cursor": progress.sampler_cursor}
+        return {"train_steps": progress.train_steps, "cursor": parts.sampler.cursor}
 
     def record_restored(self, plan: RestorePlan, bundle: RestoredBundle) -> None:
         """Trace events, once the chain is complete: what this restore threw away and what it reused."""

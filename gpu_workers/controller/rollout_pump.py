@@ -5,10 +5,13 @@ sampler, capacity.
 """
 
 import asyncio
+from dataclasses import replace
 
 from gpu_workers.controller.barrier import Mutation
 from gpu_workers.controller.group_runner import GroupRunner
 from gpu_workers.controller.parts import RolloutParts
+from gpu_workers.controller.samplers.build import capacity_of
+from storage.errors import BrokenInvariant
 from storage.records import GroupPhase, LedgerGroup, PromptRef
 
 
@@ -18,13 +21,13 @@ class RolloutPump:
     def __init__(self, parts: RolloutParts, runner: GroupRunner) -> None:
         self._parts = parts
         self._runner = runner
-        self._running: set[str] = set()
         self._step_size = parts.config.algorithm.num_prompts_per_step
+        self._capacity = capacity_of(parts.config, parts.sampler)
 
     @property
     def running(self) -> int:
         """Groups launched and not finished."""
-        return len(self._running)
+        return self._runner.running
 
     async def run(self) -> None:
         """Run until every prompt is taken and every group has left the ledger. An error of one group ends all."""
@@ -100,9 +103,12 @@ class RolloutPump:
 
     async def _admit_and_launch(self, tasks: asyncio.TaskGroup, batch: int) -> None:
         parts, state = self._parts, self._parts.state
-        await state.changed.wait_for(lambda: not state.parked and parts.sampler.may_admit(state.generator_version))
+        first = next(group for group in parts.ledger.groups() if group.batch == batch)
+        await state.changed.wait_for(lambda: self._may_admit(first))
         async with parts.barrier.mutation("admit") as mutation:
             stamp = parts.sampler.admit(mutation)
+            if state.stamps not in (None, stamp is not None):
+                raise BrokenInvariant(f"sampler '{parts.sampler.name}' stamps some batches and others not")
             groups = parts.ledger.admit(mutation, batch, target_step=stamp, start_version=state.generator_version)
             state.stamps = stamp is not None
             if stamp is not None and len(groups) < self._step_size:
@@ -117,22 +123,53 @@ class RolloutPump:
         for group in groups:
             await self._launch(tasks, group)
 
-    async def _launch(self, tasks: asyncio.TaskGroup, group: LedgerGroup) -> None:
-        await self._parts.state.changed.wait_for(lambda: self._has_room(group))
-        self._running.add(group.group_id)
-        tasks.create_task(self._run(group.group_id), name=f"group {group.group_id}")
+    def _may_admit(self, group: LedgerGroup) -> bool:
+        """The sampler's gate. Without stamps a group's age counts from here: its batch is admitted when there is room.
 
-    async def _run(self, group_id: str) -> None:
-        try:
-            await self._runner.run(group_id)
-        finally:
-            self._running.discard(group_id)
-            self._parts.state.changed.notify()
+        Nothing is started from weights that are too old already: their refit is under way.
+        """
+        state, sampler = self._parts.state, self._parts.sampler
+        started = replace(group, start_version=state.generator_version)
+        if state.parked or sampler.should_abort_inflight(started, version=state.trainer_version):
+            return False
+        if state.stamps is False and not self._has_room(started):
+            return False
+        return sampler.may_admit(state.generator_version) or self._cannot_fill_step()
+
+    def _cannot_fill_step(self) -> bool:
+        """Whether the step that the trainer waits for can't be filled from what was admitted.
+
+        Groups given up without a stamp leave no shortfall: gate and step would wait for each other for ever.
+        """
+        state, buffer = self._parts.state, self._parts.buffer
+        if state.stamps is not False or state.generator_version != state.trainer_version or buffer.claimed():
+            return False
+        return len(buffer) + len(self._parts.ledger.admitted()) < self._step_size
+
+    async def _launch(self, tasks: asyncio.TaskGroup, group: LedgerGroup) -> None:
+        ledger = self._parts.ledger
+        await self._parts.state.changed.wait_for(lambda: group.group_id not in ledger or self._has_room(group))
+        if group.group_id not in ledger:
+            return  # given up as stale before there was room
+        self._runner.start(tasks, group.group_id)
 
     def _has_room(self, group: LedgerGroup) -> bool:
-        """Capacity is derived from its owners. A group of the step in training always may run: others wait for it."""
-        state, config = self._parts.state, self._parts.config
-        if state.parked or self.running >= config.generation.max_inflight_groups:
+        """Capacity is derived from its owners. What the step in training waits for may always run."""
+        state = self._parts.state
+        if state.parked or self.running >= self._parts.config.generation.max_inflight_groups:
             return False
-        needed_now = group.target_step is not None and group.target_step <= state.trainer_version
-        return needed_now or self.running + len(self._parts.buffer) < config.buffer_capacity
+        if self._capacity is None or self.running + len(self._parts.buffer) < self._capacity:
+            return True
+        if group.target_step is not None:
+            return group.target_step <= state.trainer_version
+        return self._waits_for_launch()
+
+    def _waits_for_launch(self) -> bool:
+        """Without stamps: whether the trainer waits, and neither what runs nor an eviction could end its waiting."""
+        parts, state, size = self._parts, self._parts.state, self._step_size
+        ready, unfinished, version = parts.buffer.ready(), parts.ledger.admitted(), state.trainer_version
+        if self.running or parts.buffer.claimed() or state.generator_version != version:
+            return False
+        if parts.sampler.evict(ready, version=version):
+            return False
+        return not parts.sampler.select(ready, unfinished, version=version, least=size, most=size)

@@ -23,8 +23,9 @@ from gpu_workers.controller.replay_buffer import ReplayBuffer
 from gpu_workers.controller.restorer import LINKS, RestorePlan, RolloutRestorer
 from gpu_workers.controller.rollout_pump import RolloutPump
 from gpu_workers.controller.row_store import RowStore
-from gpu_workers.controller.sampler import build_sampler
+from gpu_workers.controller.samplers.build import build_sampler
 from gpu_workers.controller.snapshotter import RolloutSnapshotter, SnapshotOutcome
+from gpu_workers.controller.stale_groups import StaleGroups
 from gpu_workers.controller.train_pump import TrainPump
 from gpu_workers.controller.weight_sync import WeightSync
 from storage.errors import BrokenInvariant, StaleIncarnation
@@ -73,9 +74,10 @@ class SingleController:
         )
         self._bundles = bundles
         self._weight_sync = WeightSync(self.parts, trainer, generator)
-        self._train_pump = TrainPump(self.parts, trainer, self._weight_sync)
         runner = GroupRunner(self.parts, generator, Finalizer(self.parts))
         self._rollout_pump = RolloutPump(self.parts, runner)
+        stale_groups = StaleGroups(self.parts, generator, stop=runner.stop)
+        self._train_pump = TrainPump(self.parts, trainer, self._weight_sync, stale_groups)
         fingerprint = identity(config).fingerprint
         self._snapshotter = RolloutSnapshotter(self.parts, trainer, bundles, identity=fingerprint)
         self._restorer = RolloutRestorer(self.parts, trainer, self._weight_sync, bundles)
@@ -130,6 +132,7 @@ class SingleController:
         reports: list[Mapping[str, Any]] = []
         for step in range(first, last + 1):
             async with self._train_lock:
+                self._require_running("train_steps")  # it may have been closed while this call waited for its turn
                 report = await self._drive_step(step)
             if report is None:
                 return [*reports, {"step": step - 1, "end_of_data": True}]

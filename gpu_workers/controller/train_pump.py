@@ -12,6 +12,7 @@ from gpu_workers.controller.finalizer import digest_of_rows
 from gpu_workers.controller.parts import RolloutParts
 from gpu_workers.controller.ports import StepResult, Trainer
 from gpu_workers.controller.row_store import gather
+from gpu_workers.controller.stale_groups import StaleGroups
 from gpu_workers.controller.weight_sync import WeightSync
 from storage.errors import BatchIncomplete, BrokenInvariant, StepOutOfOrder
 from storage.records import BufferedGroup
@@ -21,10 +22,13 @@ from storage.rows import RowHandle
 class TrainPump:
     """Steps are numbered from 1. A step is committed once; asking for it again returns its report."""
 
-    def __init__(self, parts: RolloutParts, trainer: Trainer, weight_sync: WeightSync) -> None:
+    def __init__(
+        self, parts: RolloutParts, trainer: Trainer, weight_sync: WeightSync, stale_groups: StaleGroups
+    ) -> None:
         self._parts = parts
         self._trainer = trainer
         self._weight_sync = weight_sync
+        self._stale_groups = stale_groups
         self._reports: dict[int, Mapping[str, Any]] = {}
         config = parts.config.algorithm
         self._step_size = config.num_prompts_per_step
@@ -70,31 +74,48 @@ class TrainPump:
                 self._parts.buffer.release_claims(mutation)
 
     async def _wait_for_batch(self) -> list[BufferedGroup] | None:
-        """Wait until the step's target is reached; the target is read again each time, since drops shrink it."""
-        state = self._parts.state
-        await state.changed.wait_for(lambda: state.failure is not None or self._is_complete() or self._is_starved())
-        if state.failure is not None:
-            raise state.failure
+        """Wait until the step's target is reached; the target is read again each time, since drops shrink it.
+
+        Stale groups are given up before anything is selected, and whenever another one turns up.
+        """
+        state, stale = self._parts.state, self._stale_groups
+        while True:
+            await stale.give_up()
+            await state.changed.wait_for(
+                lambda: state.failure is not None or bool(stale) or self._is_complete() or self._is_starved()
+            )
+            if state.failure is not None:
+                raise state.failure
+            if not stale:
+                break
+        if self._is_complete():
+            return self._selected(least=self._target())
         groups = self._selected()
-        if self._is_complete() and groups:
-            return groups
         if not groups and not self._parts.buffer.ready():
             return None
         raise BatchIncomplete(
-            f"train step {state.train_steps + 1} has {len(groups)} of {self._target()} groups, and neither the prompt "
+            f"train step {state.train_steps + 1} has {len(groups)} of {self._wanted()} groups, and neither the prompt "
             f"source nor the ledger holds anything more; {len(self._parts.buffer.ready())} other groups are ready"
         )
 
-    def _selected(self) -> list[BufferedGroup]:
-        version, ready = self._parts.state.trainer_version, self._parts.buffer.ready()
-        return self._parts.sampler.select(ready, version=version, most=self._target())
+    def _selected(self, *, least: int = 1) -> list[BufferedGroup]:
+        parts, version = self._parts, self._parts.state.trainer_version
+        ready, unfinished = parts.buffer.ready(), parts.ledger.admitted()
+        return parts.sampler.select(ready, unfinished, version=version, least=least, most=self._wanted())
+
+    def _wanted(self) -> int:
+        """Groups of a whole step, less those that will never arrive."""
+        return self._step_size - self._parts.state.shortfall.get(self._parts.state.trainer_version, 0)
 
     def _target(self) -> int:
-        return self._step_size - self._parts.state.shortfall.get(self._parts.state.trainer_version, 0)
+        """Groups that the step waits for. Without stamps no step has a shortfall: the last one takes what is left."""
+        if self._parts.state.stamps is False and self._is_starved():
+            return len(self._selected())
+        return self._wanted()
 
     def _is_complete(self) -> bool:
         target = self._target()
-        return target > 0 and len(self._selected()) >= target
+        return target > 0 and bool(self._selected(least=target))
 
     def _is_starved(self) -> bool:
         """Nothing more can ever come: the source is exhausted, no whole spare batch is left, the ledger is empty."""

@@ -1,0 +1,1 @@
+"""Samplers: when a batch may be dispatched, and which finished groups a train step takes."""

@@ -1,0 +1,98 @@
+"""The section `async_rl`: samplers and staleness, failures of rollouts."""
+
+import re
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from storage.config_section import NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+_IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_USED_BY = {
+    "max_lookahead_versions": ("in_order",),
+    "warmup_lookahead_versions": ("in_order",),
+    "max_staleness_versions": ("weight_fifo", "ready_first", "windowed"),
+    "freshest_first": ("windowed",),
+}
+_MEANT = {
+    "max_lookahead_versions": " and set async_rl.max_staleness_versions instead",
+    "max_staleness_versions": " and set async_rl.max_lookahead_versions instead",
+}
+
+
+class AsyncRlConfig(Section):
+    """How far generation may run ahead, and what happens when rollouts fail."""
+
+    sampler: Literal["in_order", "weight_fifo", "ready_first", "windowed", "custom"] = Field(
+        "in_order", description="When batches are dispatched, and which finished groups a train step takes."
+    )
+    max_lookahead_versions: NonNegativeInt = Field(
+        1, description="in_order: steps that may be dispatched beyond the one being trained. 0 is synchronous."
+    )
+    max_staleness_versions: NonNegativeInt = Field(
+        1,
+        description="weight_fifo, ready_first: batches that may be dispatched beyond the step being trained. "
+        "weight_fifo, windowed: versions by which a group's start may lie behind the trainer; older ones are given up.",
+    )
+    freshest_first: bool = Field(False, description="windowed: take the newest start version first.")
+    custom_sampler: str | None = Field(
+        None, description="custom: import path of the sampler's class, such as 'team.samplers:ShortestFirst'."
+    )
+    warmup_lookahead_versions: NonNegativeInt | None = Field(
+        None,
+        description="max_lookahead_versions while the critic warms up (algorithm.policy_training_start_step): "
+        "weights do not change then, so that running further ahead costs no staleness. null: no difference.",
+    )
+    buffer_capacity: PositiveInt | None = Field(
+        None,
+        description="Most groups in buffer and flight. By default what the sampler needs: num_prompts_per_step x "
+        "(lookahead or staleness + 1), and no bound for windowed.",
+    )
+    max_infrastructure_failures: NonNegativeInt = Field(5, description="Infrastructure failures a sibling survives.")
+    max_data_failures: NonNegativeInt = Field(1, description="Data failures a sibling survives.")
+    retry_backoff_s: PositiveFloat = Field(0.5, description="First pause after an infrastructure failure; it doubles.")
+    retry_backoff_max_s: PositiveFloat = Field(30.0, description="Longest pause between infrastructure retries.")
+    rollout_timeout_s: PositiveFloat = Field(600.0, description="Deadline of one attempt.")
+    on_dropped_prompt: Literal["shrink", "replace"] = Field(
+        "replace", description="A group that is given up is replaced by a spare prompt, or its step shrinks."
+    )
+    max_skipped_prompts: NonNegativeInt = Field(16, description="Prompts a run may give up before it fails.")
+    spare_prompts: NonNegativeInt = Field(4, description="Prompts kept in hand to replace groups that are given up.")
+    min_step_batch_fraction: Annotated[float, Field(gt=0, le=1)] = Field(
+        0.5, description="Smallest share of num_prompts_per_step that a step may shrink to."
+    )
+
+    @property
+    def batches_ahead(self) -> int | None:
+        """Most batches dispatched beyond the step being trained; None where no built-in gate says so."""
+        match self.sampler:
+            case "in_order":
+                return max(self.max_lookahead_versions, self.warmup_lookahead_versions or 0)
+            case "weight_fifo" | "ready_first":
+                return self.max_staleness_versions
+            case "windowed" | "custom":
+                return None
+
+    @model_validator(mode="after")
+    def _refuse_half_a_custom_sampler(self) -> Self:
+        path = self.custom_sampler
+        if (self.sampler == "custom") != (path is not None):
+            raise ValueError(
+                f"async_rl.sampler is {self.sampler} and async_rl.custom_sampler is {path!r}; a sampler of your own "
+                "needs both, 'custom' and 'package.module:Class'"
+            )
+        if path is not None and not _IMPORT_PATH.fullmatch(path):
+            raise ValueError(f"async_rl.custom_sampler is {path!r}; expected package.module:Class")
+        return self
+
+    @model_validator(mode="after")
+    def _refuse_options_of_other_samplers(self) -> Self:
+        """An option that would do nothing was meant for another sampler, or for another option."""
+        for option, users in _USED_BY.items():
+            value, unset = getattr(self, option), type(self).model_fields[option].default
+            if value != unset and self.sampler not in (*users, "custom"):
+                raise ValueError(
+                    f"async_rl.{option} is {value}, but sampler {self.sampler} does not use it ({', '.join(users)} "
+                    f"would); leave it out{_MEANT.get(option, '')}"
+                )
+        return self
