@@ -28,6 +28,8 @@ check: install ## ruff, ruff format, mypy --strict, import-linter
 
 bench: install ## the benchmarks, as tables
 	@$(BIN)/python -m pytest benchmarks -m benchmark -s $(ARGS)
+	@$(BIN)/python -m benchmarks.engine_start
+	@$(BIN)/python -m benchmarks.generation_throughput
 
 docs: install ## write docs/configuration.md and the tables of keys in other pages from the code
 	@$(BIN)/midflight config-reference > docs/configuration.md.new
