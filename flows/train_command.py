@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 import httpx
 from rich.console import Console
 
-from flows.failures import ServicesFailed, TrainFailed
+from flows.failures import DeploymentFailed, ServicesFailed, TrainFailed
 from flows.home import Home
 from flows.local_services import local_services, require_services
 from flows.preflight import check, refuse_another_dataset, refuse_when_live, trained_steps
@@ -47,6 +47,8 @@ def deployed_services(home: Home, console: Console) -> Iterator[ServiceState]:
             deploy()
         try:
             yield state
+        except httpx.HTTPStatusError as error:
+            raise DeploymentFailed(f"Prefect at {state.prefect_api_url} refused: {error.response.text}") from error
         except httpx.HTTPError as error:
             require_services(home)
             raise ServicesFailed(f"Prefect at {state.prefect_api_url} does not answer ({error!r})") from error
