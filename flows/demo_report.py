@@ -19,7 +19,7 @@ from tasks.accounting import audit
 from tasks.run_progress import RunProgress
 
 REPORT_FILE, PICTURE_FILE = "demo-report.json", "demo-reward.svg"
-AT_THE_START, AT_THE_KILL, AT_THE_END = 5, 5, 10
+AT_THE_START, AT_THE_KILL, AT_THE_END = 5, 5, 20
 REWARD_GAIN = 0.2
 _SMOOTHED_OVER = 5
 

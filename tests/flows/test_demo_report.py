@@ -32,7 +32,7 @@ def test_rewards_are_told_apart_by_the_kill():
     assert list(rewards.effective) == list(range(1, 31))
     assert rewards.start == pytest.approx(0.03)
     assert rewards.at_kill == pytest.approx(0.05)
-    assert rewards.end == pytest.approx(0.255)
+    assert rewards.end == pytest.approx(0.205)
 
 
 @pytest.mark.parametrize(
