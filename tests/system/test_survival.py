@@ -15,7 +15,7 @@ from flows.service_state import MARKER_VARIABLE
 from storage.layout import RunLayout
 from tasks.accounting import audit
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(1500)]
 
 Event = Mapping[str, Any]
 DEADLINE_S = 240.0
