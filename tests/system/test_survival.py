@@ -12,7 +12,9 @@ import pytest
 
 from flows.processes import marked_processes
 from flows.service_state import MARKER_VARIABLE
+from storage.catalog import live_bundles
 from storage.layout import RunLayout
+from storage.manifests import read_log
 from tasks.accounting import audit
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1500)]
@@ -39,20 +41,42 @@ def processes_of_the_run(marker: str) -> list[Any]:
     return [process for process in found.values() if any(part in " ".join(process.cmdline()) for part in parts)]
 
 
-def kill_when(midflight: Any, run: str, moment: Callable[[Sequence[Event]], bool]) -> list[str]:
-    """SIGKILL the run's processes as soon as the newest life's trace shows `moment`; returns what was killed."""
+def kill_when(midflight: Any, run: str, moment: Callable[[Sequence[Event]], bool]) -> list[Event]:
+    """SIGKILL the run's processes at the moment that the newest life's trace shows; returns that life's trace.
+
+    The controller is frozen first. Only when nothing was published since, by the trace and by the store, is it the
+    moment; otherwise the controller goes on, and the next such moment is waited for.
+    """
     lives_before = {event["run_process"] for event in midflight.events(run)}
+    this_life: list[Event] = []
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
-        events = [e for e in midflight.events(run) if e["run_process"] not in lives_before]
-        if moment(events):
+        this_life = [e for e in midflight.events(run) if e["run_process"] not in lives_before]
+        if moment(this_life):
             victims = processes_of_the_run(midflight.state().marker)
-            names = [" ".join(process.cmdline())[:40] for process in victims]
-            for process in sorted(victims, key=lambda victim: "ontroller" not in victim.cmdline()[0]):
-                process.kill()
-            return names
+            controllers = [process for process in victims if "ControllerActor" in " ".join(process.cmdline())]
+            assert len(controllers) == 1, victims
+            controllers[0].suspend()
+            this_life = [e for e in midflight.events(run) if e["run_process"] not in lives_before]
+            if moment(this_life) and newest_published(this_life) >= newest_in_store(midflight, run):
+                assert len(victims) >= 5, victims
+                for process in [*controllers, *(victim for victim in victims if victim not in controllers)]:
+                    process.kill()
+                return this_life
+            controllers[0].resume()
         time.sleep(0.01)
-    raise AssertionError(f"the moment to kill never came; last events: {events[-3:]}")
+    raise AssertionError(f"the moment to kill never came; last events: {this_life[-3:]}")
+
+
+def newest_published(events: Sequence[Event]) -> int:
+    """The sequence of the newest bundle that a trace tells of; 0 if none."""
+    return max((int(e["sequence"]) for e in events if e.get("sequence") is not None), default=0)
+
+
+def newest_in_store(midflight: Any, run: str) -> int:
+    """The sequence of the newest bundle in the store; 0 if none."""
+    checkpoints, snapshots = live_bundles(read_log(midflight.store, RunLayout(run)))
+    return max((bundle.sequence for bundle in (*checkpoints, *snapshots)), default=0)
 
 
 def snapshot_with_sealed_siblings(*, step: int) -> Callable[[Sequence[Event]], bool]:
@@ -100,10 +124,10 @@ def test_a_run_killed_four_times_is_bitwise_the_run_that_was_never_stopped(midfl
         step_committed(4),  # while its trainer checkpoint is being written
         restored,  # again, before any step
     ]
+    frozen: list[list[Event]] = []
     for moment in moments:
         command = midflight.start(*train_command("killed", SETTINGS))
-        killed = kill_when(midflight, "killed", moment)
-        assert len(killed) >= 5, killed
+        frozen.append(kill_when(midflight, "killed", moment))
         assert midflight.wait(command).code != 0
     last = midflight.run(*train_command("killed", SETTINGS))
     assert last.code == 0, last.text
@@ -114,7 +138,9 @@ def test_a_run_killed_four_times_is_bitwise_the_run_that_was_never_stopped(midfl
 
     restores = [e for e in midflight.events("killed") if e["event"] == "checkpoint_restored"]
     assert len(restores) == 4
-    assert max(int(e["siblings_reused"]) for e in restores) > 0
+    for life, restore in zip(frozen[:2], restores[:2], strict=True):
+        snapshot = next(e for e in reversed(life) if e["event"] == "snapshot_attempt" and e["outcome"] == "completed")
+        assert 0 < int(snapshot["sealed_siblings"]) == int(restore["siblings_reused"])
     accounts = audit(midflight.store, RunLayout("killed"))
     assert not accounts.problems
     assert accounts.pairs_trained == STEPS * PROMPTS * GENERATIONS
