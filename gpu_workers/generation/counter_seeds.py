@@ -25,9 +25,18 @@ def sampling_seed(run_seed: int, *, prompt_id: int, epoch: int, generation_index
 
 def row_seeds(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.int64]:
     """Seeds of the rows of one decoding step: `hash(seed, position)`, elementwise, in [0, 2**63)."""
-    with np.errstate(over="ignore"):
-        mixed = _mix(_mix(seeds + _INCREMENT) + (positions + np.uint64(1)) * _INCREMENT)
-    return (mixed >> np.uint64(1)).astype(np.int64)
+    return seeds_at(mixed_seeds(seeds), positions)
+
+
+def mixed_seeds(seeds: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The part of `row_seeds` that is the same at every position."""
+    return _mix(seeds + _INCREMENT)
+
+
+def seeds_at(mixed: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """The rest of `row_seeds`, for a row's `mixed_seeds`. Arrays only, whose products wrap around without a warning."""
+    mixed = _mix(mixed + (positions + np.uint64(1)) * _INCREMENT)
+    return (mixed >> np.uint64(1)).view(np.int64)
 
 
 def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
