@@ -15,12 +15,14 @@ import prefect.runtime
 from prefect import flow
 from prefect.client.schemas.objects import FlowRun
 from prefect.deployments import arun_deployment
+from prefect.exceptions import TerminationSignal
 
 from flows.config_files import resolved
 from flows.driver import Driver, owner_is_gone
 from flows.failures import RestoreFailed
 from flows.home import Home
 from flows.restore import restore
+from flows.termination import cancelled_by_sigterm
 from storage.errors import MidflightError, StaleIncarnation
 from storage.filesystem import open_store
 from storage.run_config import RunConfig
@@ -36,9 +38,10 @@ from tasks.runtime import (
     close_runtime,
     ensure_runtime,
     held,
+    leave,
     reached_end_of_data,
 )
-from tasks.snapshots import attempt_number, attempt_snapshot, publish_before_leaving
+from tasks.snapshots import attempt_number, attempt_snapshot
 from tasks.training import segment_end, train_steps
 
 HEARTBEATS_PER_LEASE = 4
@@ -69,14 +72,15 @@ async def drive(
     """Hold the run's runtime, restore it if nothing runs in it yet, train, close it."""
     status = await ensure_runtime(runtime, config, driver, owner_is_gone)
     async with held(runtime, driver, every_s=config.cluster.driver_lease_s / HEARTBEATS_PER_LEASE):
-        if status.state in UNRESTORED_STATES:
-            await restore_run(status)
-            status = await _restored_status(runtime)
-        loops = TrainingLoops(config, runtime, status, await asyncio.to_thread(_report, config))
         try:
-            summary = await loops.run()
-        except asyncio.CancelledError:
-            await publish_before_leaving(runtime, status.incarnation)
+            with cancelled_by_sigterm():
+                if status.state in UNRESTORED_STATES:
+                    await restore_run(status)
+                    status = await _restored_status(runtime)
+                loops = TrainingLoops(config, runtime, status, await asyncio.to_thread(_report, config))
+                summary = await loops.run()
+        except (asyncio.CancelledError, TerminationSignal):  # SIGTERM arrives as either
+            await leave(runtime, "its flow run was cancelled or preempted", grace_s=config.cluster.grace_s)
             raise
         closed = await close_runtime(runtime, config.rollout_checkpointing.enabled)
         return {**summary, "closed": closed}

@@ -14,6 +14,7 @@ from gpu_workers.controller.published_bundles import PublishedBundles
 from gpu_workers.controller.restorer import RestorePlan
 from gpu_workers.controller.single_controller import ControllerState, SingleController
 from gpu_workers.environments.tasks import build_task
+from gpu_workers.preemption import on_preemption
 from gpu_workers.ray_ports import RayGenerator, RayTrainer
 from gpu_workers.runtime_names import end_workers, remove_weights
 from storage.errors import MidflightError, RunAlreadyLive, StaleIncarnation
@@ -26,6 +27,7 @@ from storage.run_record import create_run_record
 from storage.trace import NoTrace, TraceWriter
 
 _LEASE_CHECKS = 20
+_LAST_WORDS_S = 0.2  # for the reply to leave the process
 
 
 class ControllerActor:
@@ -75,6 +77,8 @@ class ControllerActor:
         self._driver: str | None = None
         self._heard = time.monotonic()
         self._watch: asyncio.Task[None] | None = None
+        self._leaving: asyncio.Task[dict[str, Any]] | None = None
+        on_preemption(lambda: self._leave("preempted: SIGTERM"))
 
     async def describe(self) -> dict[str, Any]:
         """Identity, state, counts and process ids."""
@@ -132,14 +136,32 @@ class ControllerActor:
 
         The caller ends the actors (`launch.end_runtime`).
         """
-        if snapshot and self._controller.state in (ControllerState.RUNNING, ControllerState.PARKED):
-            await self._snapshot_unasked()
+        if snapshot:
+            await self._publish_last()
         return await self._end("closed by its driver")
 
-    async def _snapshot_unasked(self) -> None:
+    async def preempt(self, reason: str) -> dict[str, Any]:
+        """Publish what is in flight and end the runtime, within `cluster.grace_s`; answers just before it ends."""
+        return await asyncio.shield(self._leave(reason))
+
+    def _leave(self, reason: str) -> "asyncio.Task[dict[str, Any]]":
+        """Start to leave, once."""
+        if self._leaving is None:
+            self._leaving = asyncio.create_task(self._publish_and_end(reason), name="preemption")
+        return self._leaving
+
+    async def _publish_and_end(self, reason: str) -> dict[str, Any]:
+        await self._publish_last()
+        described = await self._end(reason)
+        asyncio.get_running_loop().call_later(_LAST_WORDS_S, end_workers, self._config.name)
+        return described
+
+    async def _publish_last(self) -> None:
         """A forced snapshot outside the driver's numbering. Its failure is in the trace and costs nothing else."""
-        with suppress(MidflightError):
-            await self._controller.attempt_snapshot(-time.time_ns(), force=True)
+        if self._controller.state in (ControllerState.RUNNING, ControllerState.PARKED):
+            with suppress(MidflightError, TimeoutError):
+                async with asyncio.timeout(self._config.cluster.grace_s):
+                    await self._controller.publish_last(-time.time_ns())
 
     async def _end(self, reason: str) -> dict[str, Any]:
         await self._controller.close(reason)
@@ -160,8 +182,7 @@ class ControllerActor:
                 return
             if silence > cluster.driver_lease_s and not parked and self._controller.state is ControllerState.RUNNING:
                 parked = True
-                self._controller.park()
-                await self._snapshot_unasked()
+                await self._publish_last()
             elif silence <= cluster.driver_lease_s and parked:
                 parked = False
                 self._controller.unpark()

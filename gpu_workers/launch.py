@@ -14,6 +14,7 @@ from gpu_workers.controller.samplers.build import build_sampler
 from gpu_workers.controller_actor import ControllerActor
 from gpu_workers.generation.generator_actor import GENERATOR_ACTOR_OPTIONS, GeneratorActor
 from gpu_workers.generation.runtime_env import generator_env
+from gpu_workers.preemption import preemption_env
 from gpu_workers.ray_ports import translate
 from gpu_workers.runtime_names import (
     CONTROLLER,
@@ -59,9 +60,12 @@ def launch_runtime(config: RunConfig, *, incarnation: str, model_dir: Path) -> A
         ready = ray.get([worker.ready.remote() for worker in (*engines, *trainers)])
         pids = {"generators": ready[: len(engines)], "trainers": ready[len(engines) :]}
         actor: Any = ray.remote(ControllerActor)
-        controller = actor.options(**_named(config, CONTROLLER), num_cpus=0, max_concurrency=256).remote(
-            config, incarnation, engines, trainers, pids, str(folder)
-        )
+        controller = actor.options(
+            **_named(config, CONTROLLER),
+            num_cpus=0,
+            max_concurrency=256,
+            runtime_env={"env_vars": preemption_env()},
+        ).remote(config, incarnation, engines, trainers, pids, str(folder))
         ray.get(controller.describe.remote())
     except BaseException as error:
         end_runtime(config.name)

@@ -103,6 +103,11 @@ class ClusterConfig(Section):
     num_trainers: PositiveInt = Field(1, description="Trainer ranks.")
     driver_lease_s: PositiveFloat = Field(60.0, description="Silence of the driver after which the pumps are parked.")
     driver_ttl_s: PositiveFloat = Field(900.0, description="Silence of the driver after which the runtime ends.")
+    grace_s: PositiveFloat = Field(
+        20.0,
+        description="Longest time between a preemption notice (SIGTERM) or a cancel and the end of the runtime, for a "
+        "last snapshot. Prefect itself kills a cancelled flow run after 30 s.",
+    )
 
 
 class RunConfig(Section):

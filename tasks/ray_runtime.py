@@ -90,6 +90,10 @@ class RayRuntime:
         result: dict[str, Any] = await self._call("close", snapshot)
         return result
 
+    async def preempt(self, reason: str) -> None:
+        """Publish what is in flight, then end controller and workers."""
+        await self._call("preempt", reason)
+
     async def _call(self, verb: str, *arguments: Any) -> Any:
         await asyncio.to_thread(connect)
         controller = await asyncio.to_thread(self._controller)

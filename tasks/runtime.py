@@ -1,6 +1,7 @@
 """The live runtime of a run, as the flows see it: find or launch it, hold it as its driver, close it."""
 
 import asyncio
+import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -92,6 +93,10 @@ class Runtime(Protocol):
         """Stop the pumps; with `snapshot`, publish what is unfinished."""
         ...
 
+    async def preempt(self, reason: str) -> None:
+        """Publish what is unfinished, then end controller and workers, within `cluster.grace_s`."""
+        ...
+
 
 OwnerIsGone = Callable[[str], Awaitable[bool]]
 
@@ -167,6 +172,20 @@ async def held(runtime: Runtime, driver: str, *, every_s: float) -> AsyncIterato
         beating.cancel()
         with anyio.move_on_after(RELEASE_DEADLINE_S, shield=True), suppress(MidflightError):
             await runtime.detach(driver)
+
+
+async def leave(runtime: Runtime, reason: str, *, grace_s: float) -> None:
+    """Publish and end a run's runtime on behalf of a flow that is being cancelled: bounded, and no reason to stay.
+
+    One SIGTERM can cancel more than once; the runtime is told until it has heard.
+    """
+    deadline = time.monotonic() + grace_s
+    while (left := deadline - time.monotonic()) > 0:
+        with suppress(asyncio.CancelledError):
+            with suppress(MidflightError, TimeoutError):
+                async with asyncio.timeout(left):
+                    await runtime.preempt(reason)
+            return
 
 
 def new_incarnation() -> str:

@@ -1,18 +1,13 @@
 """Snapshot attempts as tasks: each has a number, and doing one twice is doing it once."""
 
 import time
-from contextlib import suppress
 from typing import Any
 
-import anyio
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from storage.errors import MidflightError
 from tasks.retries import RETRIES, RETRY_DELAYS_S, retry_condition
 from tasks.runtime import Runtime
-
-LEAVING_DEADLINE_S = 15.0
 
 
 def attempt_number() -> int:
@@ -32,9 +27,3 @@ def attempt_number() -> int:
 async def attempt_snapshot(runtime: Runtime, number: int, force: bool, incarnation: str) -> dict[str, Any]:
     """The outcome of attempt `number`: completed with a sequence, or skipped with a reason (also a success)."""
     return await runtime.attempt_snapshot(number, force=force, incarnation=incarnation)
-
-
-async def publish_before_leaving(runtime: Runtime, incarnation: str) -> None:
-    """A last forced snapshot for a flow that is being cancelled: bounded, and no reason to stay."""
-    with anyio.move_on_after(LEAVING_DEADLINE_S, shield=True), suppress(MidflightError):
-        await runtime.attempt_snapshot(attempt_number(), force=True, incarnation=incarnation)

@@ -6,11 +6,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from storage.errors import RunAlreadyLive, StaleIncarnation
 from storage.filesystem import Store
 from storage.identity import identity
 from storage.run_config import RunConfig
+
+# The same examples at each run, so that a failure is this change's; `--hypothesis-profile=fuzz` looks for new ones.
+settings.register_profile("same", derandomize=True, print_blob=True, deadline=None, max_examples=25)
+settings.register_profile("fuzz", print_blob=True, deadline=None, max_examples=2000)
+settings.load_profile("same")
 
 CHANGES = ("write", "create_exclusive", "delete")
 
@@ -186,6 +192,10 @@ class FakeRuntime:
     async def close(self, *, snapshot: bool) -> dict[str, Any]:
         self._note(f"close snapshot={snapshot}")
         return {"state": "ended"}
+
+    async def preempt(self, reason: str) -> None:
+        self._note("preempt")
+        self.live = None
 
     def _living(self) -> dict[str, Any]:
         if self.live is None:

@@ -24,7 +24,7 @@ from gpu_workers.controller.restorer import LINKS, RestorePlan, RolloutRestorer
 from gpu_workers.controller.rollout_pump import RolloutPump
 from gpu_workers.controller.row_store import RowStore
 from gpu_workers.controller.samplers.build import build_sampler
-from gpu_workers.controller.snapshotter import RolloutSnapshotter, SnapshotOutcome
+from gpu_workers.controller.snapshotter import PASSING_REASONS, RolloutSnapshotter, SnapshotOutcome
 from gpu_workers.controller.stale_groups import StaleGroups
 from gpu_workers.controller.train_pump import TrainPump
 from gpu_workers.controller.weight_sync import WeightSync
@@ -154,6 +154,18 @@ class SingleController:
         """One numbered snapshot attempt; the same number gives the same outcome again."""
         self._require_running("attempt_snapshot")
         return await self._snapshotter.attempt(number, force=force)
+
+    async def publish_last(self, number: int) -> SnapshotOutcome:
+        """Launch nothing new and publish what is in flight: before the runtime ends, or while nobody drives it.
+
+        Where a committing step is in the way, the snapshot follows it; no other step starts before.
+        """
+        self.park()
+        outcome = await self.attempt_snapshot(number, force=True)
+        if outcome.reason in PASSING_REASONS:
+            async with self._train_lock:
+                outcome = await self.attempt_snapshot(number + 1, force=True)
+        return outcome
 
     def park(self) -> None:
         """Launch nothing new; running groups end and are kept."""

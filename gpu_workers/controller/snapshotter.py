@@ -22,6 +22,10 @@ from storage.rows import RowHandle
 from storage.snapshot_writer import CapturedBundle
 
 _NO_ANCHOR = "missing_trainer_anchor"
+_COMMITTING = "optimizer_commit_in_progress"
+_MOVED = "trainer_state_changed"
+# Reasons to skip an attempt that are gone once the step that is being trained has its trainer checkpoint.
+PASSING_REASONS = frozenset({_NO_ANCHOR, _COMMITTING, _MOVED})
 
 
 class BundleStore(Protocol):
@@ -140,7 +144,7 @@ class RolloutSnapshotter:
     async def _attempt_locked(self, number: int, *, force: bool) -> SnapshotOutcome:
         state, barrier = self._parts.state, self._parts.barrier
         if state.in_commit_window:
-            return SnapshotOutcome(number, "skipped", "optimizer_commit_in_progress")
+            return SnapshotOutcome(number, "skipped", _COMMITTING)
         if not force and barrier.mutation_version == self._saved_version:
             return SnapshotOutcome(number, "skipped", "no_data_plane_mutations")
         anchor = self._anchor()
@@ -148,7 +152,7 @@ class RolloutSnapshotter:
             return SnapshotOutcome(number, "skipped", _NO_ANCHOR)
         captured = await self._capture()
         if state.in_commit_window or captured.state.progress.train_steps != anchor.step:
-            return SnapshotOutcome(number, "skipped", "trainer_state_changed")
+            return SnapshotOutcome(number, "skipped", _MOVED)
         started = time.perf_counter()
         manifest = await self._publish("rollout_snapshot", captured, anchor, ())
         self._saved_version = captured.mutation_version

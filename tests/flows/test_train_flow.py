@@ -112,7 +112,7 @@ async def test_snapshots_are_attempted_beside_the_training(train, fake_runtime):
     assert summary["snapshots"] == fake_runtime.calls.count("snapshot") >= 2
 
 
-async def test_a_cancelled_run_publishes_what_is_unfinished_and_lets_go(train, fake_runtime):
+async def test_a_cancelled_run_publishes_what_is_unfinished_and_ends(train, fake_runtime):
     training = asyncio.Event()
 
     async def endless(first, last, incarnation):
@@ -125,8 +125,8 @@ async def test_a_cancelled_run_publishes_what_is_unfinished_and_lets_go(train, f
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert fake_runtime.calls[-2:] == ["forced snapshot", "detach"]
-    assert fake_runtime.live is not None
+    assert fake_runtime.calls[-2:] == ["preempt", "detach"]
+    assert fake_runtime.live is None
 
 
 def _slow(train_steps):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from flows.home import HOME_VARIABLE, Home
@@ -95,6 +96,16 @@ class Midflight:
     def state(self) -> ServiceState | None:
         """The services that run in this home."""
         return read_state(self.home)
+
+    def processes_of_runs(self) -> list[psutil.Process]:
+        """Flows, controllers, generators, their engines, and trainers: all processes that live runs consist of."""
+        parts = ("ControllerActor", "GeneratorActor", "TrainerActor", "VLLM::", "prefect.engine")
+        state = self.state()
+        assert state is not None
+        marked = marked_processes(MARKER_VARIABLE, state.marker)
+        # A process that sets its own title overwrites the mark: it is found as a descendant of one that has not.
+        found = {process.pid: process for one in marked for process in (one, *one.children(recursive=True))}
+        return [process for process in found.values() if any(part in " ".join(process.cmdline()) for part in parts)]
 
     def files(self, run: str) -> dict[str, bytes]:
         """Every file of a run."""

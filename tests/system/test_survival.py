@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from flows.processes import marked_processes
-from flows.service_state import MARKER_VARIABLE
 from storage.catalog import live_bundles
 from storage.layout import RunLayout
 from storage.manifests import read_log
@@ -32,15 +30,6 @@ SETTINGS = {
 }
 
 
-def processes_of_the_run(marker: str) -> list[Any]:
-    """Flow, controller, generators, their engines, and trainer: every process that the run itself consists of."""
-    parts = ("ControllerActor", "GeneratorActor", "TrainerActor", "VLLM::", "prefect.engine")
-    marked = marked_processes(MARKER_VARIABLE, marker)
-    # A process that sets its own title overwrites the mark: it is found as a descendant of one that has not.
-    found = {process.pid: process for one in marked for process in (one, *one.children(recursive=True))}
-    return [process for process in found.values() if any(part in " ".join(process.cmdline()) for part in parts)]
-
-
 def kill_when(midflight: Any, run: str, moment: Callable[[Sequence[Event]], bool]) -> list[Event]:
     """SIGKILL the run's processes at the moment that the newest life's trace shows; returns that life's trace.
 
@@ -53,7 +42,7 @@ def kill_when(midflight: Any, run: str, moment: Callable[[Sequence[Event]], bool
     while time.monotonic() < deadline:
         this_life = [e for e in midflight.events(run) if e["run_process"] not in lives_before]
         if moment(this_life):
-            victims = processes_of_the_run(midflight.state().marker)
+            victims = midflight.processes_of_runs()
             controllers = [process for process in victims if "ControllerActor" in " ".join(process.cmdline())]
             assert len(controllers) == 1, victims
             controllers[0].suspend()
