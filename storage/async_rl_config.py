@@ -48,6 +48,11 @@ class AsyncRlConfig(Section):
         description="Most groups in buffer and flight. By default what the sampler needs: num_prompts_per_step x "
         "(lookahead or staleness + 1), and no bound for windowed.",
     )
+    min_groups_for_streaming_train: PositiveInt | None = Field(
+        None,
+        description="A train step starts with this many finished groups and takes up what finishes meanwhile, in "
+        "chunks of at least as many (the last one may be smaller). null: it waits for its whole batch.",
+    )
     max_infrastructure_failures: NonNegativeInt = Field(5, description="Infrastructure failures a sibling survives.")
     max_data_failures: NonNegativeInt = Field(1, description="Data failures a sibling survives.")
     retry_backoff_s: PositiveFloat = Field(0.5, description="First pause after an infrastructure failure; it doubles.")
@@ -95,4 +100,14 @@ class AsyncRlConfig(Section):
                     f"async_rl.{option} is {value}, but sampler {self.sampler} does not use it ({', '.join(users)} "
                     f"would); leave it out{_MEANT.get(option, '')}"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _refuse_streaming_where_a_step_is_chosen_as_a_whole(self) -> Self:
+        if self.min_groups_for_streaming_train is not None and self.freshest_first:
+            raise ValueError(
+                f"async_rl.min_groups_for_streaming_train is {self.min_groups_for_streaming_train}, but "
+                "async_rl.freshest_first chooses the newest among all that is finished when a step is filled: its "
+                "first chunk would take older groups than those that finish during the step; leave one of them out"
+            )
         return self

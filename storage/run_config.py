@@ -147,6 +147,7 @@ class RunConfig(Section):
     def _refuse_contradictions(self) -> Self:
         self._refuse_needless_warmup()
         self._refuse_lack_of_room()
+        self._refuse_chunks_beyond_a_step()
         if self.data.num_prompts < self.algorithm.num_prompts_per_step:
             raise ValueError(
                 f"data.num_prompts is {self.data.num_prompts}, less than algorithm.num_prompts_per_step "
@@ -170,6 +171,14 @@ class RunConfig(Section):
             raise ValueError(
                 f"async_rl.buffer_capacity is {given}, but sampler {self.async_rl.sampler} needs {needed} "
                 f"({needed // step_size} x algorithm.num_prompts_per_step {step_size})"
+            )
+
+    def _refuse_chunks_beyond_a_step(self) -> None:
+        chunk, step_size = self.async_rl.min_groups_for_streaming_train, self.algorithm.num_prompts_per_step
+        if chunk is not None and chunk > step_size:
+            raise ValueError(
+                f"async_rl.min_groups_for_streaming_train is {chunk}, more than algorithm.num_prompts_per_step "
+                f"{step_size}: no chunk could ever be filled; lower it, or leave it out to train whole batches"
             )
 
     def _refuse_needless_warmup(self) -> None:
