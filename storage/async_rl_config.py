@@ -53,6 +53,9 @@ class AsyncRlConfig(Section):
         description="A train step starts with this many finished groups and takes up what finishes meanwhile, in "
         "chunks of at least as many (the last one may be smaller). null: it waits for its whole batch.",
     )
+    finalizer_workers: PositiveInt = Field(
+        2, description="Finished groups whose calls are made into training rows at once; others queue."
+    )
     max_infrastructure_failures: NonNegativeInt = Field(5, description="Infrastructure failures a sibling survives.")
     max_data_failures: NonNegativeInt = Field(1, description="Data failures a sibling survives.")
     retry_backoff_s: PositiveFloat = Field(0.5, description="First pause after an infrastructure failure; it doubles.")

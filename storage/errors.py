@@ -20,6 +20,7 @@ MidflightError
 ├── RolloutFailure
 │   ├── InfrastructureFailure (retryable) worker, connection or time-out
 │   └── DataFailure           the prompt itself can't be rolled out
+├── FinalizationUnknown       a group's rows may or may not have been written; nothing is saved until a restart
 ├── BatchIncomplete           a train step waits for groups that can never come
 └── BrokenInvariant           a promise of the program itself does not hold: stop at once
 """
@@ -111,6 +112,10 @@ class InfrastructureFailure(RolloutFailure):
 
 class DataFailure(RolloutFailure):
     """The prompt itself can't be rolled out."""
+
+
+class FinalizationUnknown(MidflightError):
+    """A group's finalization failed after it had begun: whether its rows exist is unknown."""
 
 
 class BatchIncomplete(MidflightError):

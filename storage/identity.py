@@ -17,6 +17,7 @@ _OPERATIONAL_SECTIONS = frozenset({"name", "store", "cluster", "rollout_checkpoi
 _OPERATIONAL_KEYS = frozenset(
     {
         "algorithm.max_steps",
+        "async_rl.finalizer_workers",
         "async_rl.min_groups_for_streaming_train",
         "async_rl.rollout_timeout_s",
         "async_rl.retry_backoff_s",

@@ -23,11 +23,15 @@ class GroupPhase(StrEnum):
 
 
 class GroupStatus(StrEnum):
-    """`generating` -> `ready_to_finalize` -> `finalizing` -> published (leaves the ledger)."""
+    """`generating` -> `ready_to_finalize` -> `finalizing` -> published (leaves the ledger).
+
+    `finalization_unknown`: finalizing failed half-way. The run has stopped and the state is never saved.
+    """
 
     GENERATING = "generating"
     READY_TO_FINALIZE = "ready_to_finalize"
     FINALIZING = "finalizing"
+    FINALIZATION_UNKNOWN = "finalization_unknown"
 
 
 class AttemptStatus(StrEnum):
@@ -123,7 +127,11 @@ class LedgerGroup:
 
 @dataclass(frozen=True, slots=True)
 class BufferedGroup:
-    """A finished group: its rows' ids, rewards and per-version token counts. `order` is dispatch order."""
+    """A finished group: what its finalization came to. `order` is dispatch order.
+
+    `num_tokens` were sampled; `version_tokens` are those of them that are trained (not in masked rows), by the weight
+    version that each was sampled under.
+    """
 
     prompt: PromptRef
     order: int
@@ -139,6 +147,16 @@ class BufferedGroup:
     def group_id(self) -> str:
         """Stable id of the group."""
         return self.prompt.group_id
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest weights that a trained token of the group was sampled under."""
+        return min((version for version, _ in self.version_tokens), default=self.start_version)
+
+    @property
+    def newest_version(self) -> int:
+        """The newest weights that a trained token of the group was sampled under."""
+        return max((version for version, _ in self.version_tokens), default=self.start_version)
 
 
 @dataclass(frozen=True, slots=True)

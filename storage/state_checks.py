@@ -68,6 +68,8 @@ def _ledger_group_defects(group: LedgerGroup) -> Iterator[str]:
     sealed = [sibling.sealed is not None for sibling in group.siblings]
     if group.status is not GroupStatus.GENERATING and not all(sealed):
         yield f"group {group.group_id} is {group.status} with {sealed.count(False)} unsealed siblings"
+    if group.status is GroupStatus.FINALIZATION_UNKNOWN:
+        yield f"group {group.group_id} is {group.status}, which is never saved: its rows may or may not exist"
     for sibling in group.siblings:
         if (defect := _sibling_defect(sibling, admitted=admitted)) is not None:
             yield f"group {group.group_id}, sibling {sibling.generation_index}: {defect}"

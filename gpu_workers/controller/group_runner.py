@@ -68,9 +68,10 @@ class GroupRunner:
             message = await self._attempt(group_id, prompt)
             spent = next((s for s in ledger.group(group_id).siblings if self._policy.is_spent(s)), None)
             if spent is not None:
-                return await self._give_up(group_id, spent, message)
-        await self._finalizer.finalize(group_id)
-        return None
+                infrastructure = self._policy.is_infrastructure_spent(spent)
+                return await self._give_up(group_id, message, infrastructure=infrastructure)
+        untrainable = await self._finalizer.finalize(group_id)
+        return await self._give_up(group_id, untrainable, infrastructure=False) if untrainable else None
 
     def _pause_before_attempt(self, group: LedgerGroup) -> float:
         return max(self._policy.pause_s(s) for s in group.siblings if s.sealed is None)
@@ -145,28 +146,28 @@ class GroupRunner:
             message=message[:500],
         )
 
-    async def _give_up(self, group_id: str, spent: Sibling, message: str) -> str | None:
-        """Discard a group whose budget is spent and, in the same mutation, fill or shrink its place."""
+    async def _give_up(self, group_id: str, message: str, *, infrastructure: bool) -> str | None:
+        """Discard a group that can't be trained and, in the same mutation, fill or shrink its place."""
         parts, state = self._parts, self._parts.state
         async with parts.barrier.mutation("give_up") as mutation:
             group = parts.ledger.group(group_id)
             self._policy.require_skippable(
                 group_id,
                 already_skipped=count_skipped(state.dropped),
-                infrastructure=self._policy.is_infrastructure_spent(spent),
+                infrastructure=infrastructure,
                 message=message,
             )
             stamp = group.target_step
             # Without stamps there is no pool, and no shortfall: a step takes whichever groups are finished.
             in_hand = bool(state.spares) if stamp is not None else not parts.source.exhausted
             replaces = parts.config.async_rl.on_dropped_prompt == "replace" and in_hand
-            if not replaces and stamp is not None:
-                shortfall = state.shortfall.get(stamp, 0) + 1
-                self._policy.require_step_size(stamp, shortfall=shortfall)
-                state.shortfall[stamp] = shortfall
-            parts.ledger.discard(mutation, group_id)
             sealed = [s.sealed for s in group.siblings if s.sealed is not None]
+            if not replaces and stamp is not None:
+                self._policy.require_step_size(stamp, shortfall=state.shortfall.get(stamp, 0) + 1)
             parts.rows.remove(mutation, [key for result in sealed for key in result.call_keys])
+            parts.ledger.discard(mutation, group_id)
+            if not replaces and stamp is not None:
+                state.shortfall[stamp] = state.shortfall.get(stamp, 0) + 1
             state.dropped.append(DroppedPrompt(group.prompt, message[:500], stamp))
             replacement = None
             if replaces:

@@ -45,11 +45,14 @@ class RowStore:
             self._rows[row_id] = RowHandle(kind, batch, index, digest)
 
     def remove(self, mutation: Mutation, row_ids: Iterable[str]) -> None:
-        """Forget rows that were consumed or discarded."""
+        """Forget rows that were consumed or discarded: all of them, or none when one is not there."""
         mutation.require_live()
-        for row_id in row_ids:
-            if self._rows.pop(row_id, None) is None:
+        going = list(row_ids)
+        for row_id in going:
+            if row_id not in self._rows:
                 raise BrokenInvariant(f"row {row_id} is not in the data plane")
+        for row_id in going:
+            del self._rows[row_id]
 
     def rows(self, row_ids: Iterable[str]) -> list[RowHandle]:
         """Handles of rows, in the order asked for."""

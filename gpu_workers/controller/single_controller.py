@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Any
 
 from gpu_workers.controller.barrier import DataPlaneBarrier
-from gpu_workers.controller.finalizer import Finalizer
+from gpu_workers.controller.finalizer import Assemble, Finalizer
 from gpu_workers.controller.group_runner import GroupRunner
 from gpu_workers.controller.parts import RolloutParts, RolloutRuntimeState
 from gpu_workers.controller.ports import Generator, Trace, Trainer
@@ -22,6 +22,7 @@ from gpu_workers.controller.recovery_ledger import RecoveryLedger
 from gpu_workers.controller.replay_buffer import ReplayBuffer
 from gpu_workers.controller.restorer import LINKS, RestorePlan, RolloutRestorer
 from gpu_workers.controller.rollout_pump import RolloutPump
+from gpu_workers.controller.row_assembly import assemble_group
 from gpu_workers.controller.row_store import RowStore
 from gpu_workers.controller.samplers.build import build_sampler
 from gpu_workers.controller.snapshotter import RolloutSnapshotter, SnapshotOutcome
@@ -57,7 +58,9 @@ class SingleController:
         generator: Generator,
         bundles: PublishedBundles,
         trace: Trace,
+        assemble: Assemble = assemble_group,
     ) -> None:
+        """`assemble` makes the training rows of a group from its calls, in a thread."""
         source = PromptSource(
             dataset, num_epochs=config.data.num_epochs, seed=config.data.seed, shuffle=config.data.shuffle
         )
@@ -74,7 +77,7 @@ class SingleController:
         )
         self._bundles = bundles
         self._weight_sync = WeightSync(self.parts, trainer, generator)
-        runner = GroupRunner(self.parts, generator, Finalizer(self.parts))
+        runner = GroupRunner(self.parts, generator, Finalizer(self.parts, assemble))
         self._rollout_pump = RolloutPump(self.parts, runner)
         stale_groups = StaleGroups(self.parts, generator, stop=runner.stop)
         self._train_pump = TrainPump(self.parts, trainer, self._weight_sync, stale_groups)

@@ -12,15 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpu_workers.controller.finalizer import digest_of_rows
 from gpu_workers.controller.parts import RolloutParts
 from gpu_workers.controller.ports import StepResult, Trainer
+from gpu_workers.controller.row_assembly import digest_of_rows
 from gpu_workers.controller.row_store import gather
 from gpu_workers.controller.stale_groups import StaleGroups
 from gpu_workers.controller.step_demand import StepDemand
 from gpu_workers.controller.weight_sync import WeightSync
 from storage.errors import BatchIncomplete, BrokenInvariant, StepOutOfOrder
 from storage.records import BufferedGroup
+from storage.rows import RowHandle
 
 
 @dataclass(slots=True)
@@ -31,6 +32,12 @@ class _FedStep:
     digests: list[str] = field(default_factory=list)
     chunks: list[int] = field(default_factory=list)
     waited_s: float = 0.0
+
+    def add(self, groups: Sequence[BufferedGroup], rows: Sequence[RowHandle]) -> None:
+        """One more chunk, and the rows of its groups in their order."""
+        self.groups += groups
+        self.digests += [row.digest for row in rows]
+        self.chunks.append(len(groups))
 
 
 class TrainPump:
@@ -140,9 +147,7 @@ class TrainPump:
         async with self._parts.barrier.mutation("claim") as mutation:
             groups = self._parts.buffer.claim(mutation, chunk, step=step)
             rows = self._parts.rows.rows(row for group in groups for row in group.row_ids)
-        fed.groups += groups
-        fed.digests += [row.digest for row in rows]
-        fed.chunks.append(len(groups))
+        fed.add(groups, rows)
         return groups
 
     async def _accumulate(self, groups: Sequence[BufferedGroup]) -> None:

@@ -208,6 +208,7 @@ class World:
     lives: list[tuple[int, FactTrace]] = field(default_factory=list)
     generator: FakeGenerator = field(default_factory=FakeGenerator)
     trace: FactTrace = field(default_factory=FactTrace)
+    assemble: Callable[..., Any] | None = None  # instead of `row_assembly.assemble_group`
 
     def change(self, section: str, **values: Any) -> None:
         """Another configuration for the next incarnation."""
@@ -223,7 +224,9 @@ class World:
         saving = {"checkpointing": self.config.checkpointing, "snapshots": self.config.rollout_checkpointing}
         self.bundles = PublishedBundles(self.store, self.layout, log, **saving)
         self.generator, self.trainer, self.trace = FakeGenerator(), FakeTrainer(self.store), FactTrace(log.writer)
-        workers = {"generator": self.generator, "trainer": self.trainer}
+        workers: dict[str, Any] = {"generator": self.generator, "trainer": self.trainer}
+        if self.assemble is not None:
+            workers["assemble"] = self.assemble
         self.controller = SingleController(
             self.config, dataset=self.dataset, bundles=self.bundles, trace=self.trace, **workers
         )

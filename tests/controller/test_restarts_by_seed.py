@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from gpu_workers.controller.finalizer import digest_of_rows
 from gpu_workers.controller.ports import Failure
+from gpu_workers.controller.row_assembly import digest_of_rows
 from storage.errors import InfrastructureFailure, MidflightError, StoreUnavailable
 
 DATA = Failure(infrastructure=False, message="the answer can't be scored")

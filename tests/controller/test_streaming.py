@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from pydantic import ValidationError
 
-from gpu_workers.controller.finalizer import digest_of_rows
+from gpu_workers.controller.row_assembly import digest_of_rows
 from storage.errors import BatchIncomplete, BrokenInvariant, InfrastructureFailure
 
 UNSTAMPED = ("weight_fifo", "ready_first", "windowed")

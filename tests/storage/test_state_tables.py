@@ -40,6 +40,7 @@ from storage.state_tables import decode_state, encode_state
 COUNT = st.integers(0, 2**62)
 SMALL = st.integers(0, 9)
 REWARD = st.floats(allow_nan=False)
+SAVED_STATUS = [status for status in GroupStatus if status is not GroupStatus.FINALIZATION_UNKNOWN]
 
 
 @st.composite
@@ -80,7 +81,7 @@ def ledger_groups(draw: st.DrawFn, batch: int) -> LedgerGroup:
     whole = all(sibling.sealed is not None for sibling in slots)
     fields: dict[str, Any] = {"prompt": prompt, "level": draw(st.sampled_from(RecoveryLevel)), "batch": batch}
     if any(sibling.sealed is not None for sibling in slots) or draw(st.booleans()):
-        status = draw(st.sampled_from(GroupStatus)) if whole else GroupStatus.GENERATING
+        status = draw(st.sampled_from(SAVED_STATUS)) if whole else GroupStatus.GENERATING
         stamp = draw(st.none() | COUNT)
         return LedgerGroup(
             **fields,
@@ -225,6 +226,7 @@ def test_groups_of_one_batch_share_their_admission(make: Any) -> None:
         ({"phase": GroupPhase.RESERVED}, "only reserved, but carries a stamp"),
         ({"start_version": None}, "admitted without a start version"),
         ({"status": GroupStatus.READY_TO_FINALIZE}, "ready_to_finalize with 2 unsealed siblings"),
+        ({"status": GroupStatus.FINALIZATION_UNKNOWN}, "finalization_unknown, which is never saved"),
     ],
 )
 def test_phase_status_and_stamps_agree(make: Any, change: dict[str, Any], says: str) -> None:
