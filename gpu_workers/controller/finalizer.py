@@ -107,6 +107,7 @@ class Finalizer:
             f"({error!r}); nothing is saved any more: restart the run, which finalizes the group again from its calls"
         )
         self._parts.state.fail(unknown)
+        self._parts.trace.record("finalization_unknown", group_id=group.group_id, reason=repr(error)[:500])
         async with self._parts.barrier.mutation("finalization_unknown") as mutation:
             self._parts.ledger.mark_finalization_unknown(mutation, group.group_id)
         return unknown
