@@ -236,6 +236,41 @@ async def test_dropped_groups_do_not_wedge_a_streamed_step_of_a_sampler_without_
     await world.kill()
 
 
+async def _settle_at(world, *, running, ready):
+    controller = world.controller
+    await world.settle(
+        lambda: (controller.describe()["running_groups"], len(controller.parts.buffer)) == (running, ready)
+    )
+
+
+async def test_what_a_streamed_step_waits_for_is_launched_even_beyond_the_capacity(make_world):
+    """After `windowed` with more room: of version 0 two groups are ready and six unfinished, of version 1 so many are
+    ready that there is no room; `weight_fifo` takes version 0 first, and has claimed half of its step.
+    """
+    windowed = {"sampler": "windowed", "max_staleness_versions": 1}
+    world = make_world(async_rl={**windowed, "buffer_capacity": 6}, data={"num_prompts": 80})
+    order = world.passed_by(12)
+    unfinished = {*order[:2], *order[8:]}
+    for capacity, running in ((6, 4), (16, 6)):
+        world.change("async_rl", buffer_capacity=capacity)
+        world.boot()
+        world.generator.held = lambda group_id, index: group_id in unfinished
+        controller = await world.restore(world.plan())
+        await world.train(1, 1)
+        await _settle_at(world, running=running, ready=capacity - running)
+        await world.snapshot(1)
+        await world.kill()
+    ready = controller.parts.buffer.ready()
+    assert [group.group_id for group in ready if group.start_version == 0] == order[6:8]
+    assert len(ready) == 10
+    world.change("async_rl", sampler="weight_fifo", buffer_capacity=8, min_groups_for_streaming_train=2)
+    await world.start()
+    async with asyncio.timeout(10):
+        (report,) = await world.train(2, 2)
+    assert (report["group_ids"], report["chunks"]) == ([*order[6:8], *order[:2]], [2, 2])
+    await world.kill()
+
+
 @pytest.mark.parametrize("name", ["in_order", *UNSTAMPED])
 async def test_the_last_streamed_step_takes_what_is_left_of_the_data(make_world, name):
     lag = {} if name == "in_order" else {"max_staleness_versions": 2}
