@@ -121,8 +121,17 @@ def _require_trained_rows_are_published_rows(world):
 
 @pytest.mark.parametrize("seed", range(30))
 async def test_after_any_restarts_every_prompt_was_trained_exactly_once_or_given_up_on_purpose(make_world, seed):
-    fate = Fate(seed, drops=True)
-    world = make_world(**fate.sections())
+    await _require_exactly_once(make_world, Fate(seed, drops=True))
+
+
+@pytest.mark.parametrize("seed", range(200, 220))
+async def test_after_any_restarts_of_streamed_steps_every_prompt_was_trained_exactly_once(make_world, seed):
+    streamed = {"min_groups_for_streaming_train": 1, "finalizer_workers": 1 + seed % 3}
+    await _require_exactly_once(make_world, Fate(seed, drops=True), async_rl=streamed)
+
+
+async def _require_exactly_once(make_world, fate, **more):
+    world = make_world(**fate.sections(**more))
     await _through_all_lives(world, fate)
     state = world.controller.parts.state
     trained = [group_id for groups in world.history().values() for group_id in groups]
