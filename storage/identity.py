@@ -17,9 +17,16 @@ _OPERATIONAL_SECTIONS = frozenset({"name", "store", "cluster", "rollout_checkpoi
 _OPERATIONAL_KEYS = frozenset(
     {
         "algorithm.max_steps",
-        "async_rl.rollout_timeout_s",
+        "async_rl.max_consecutive_dropped_prompts",
+        "async_rl.max_infrastructure_failures",
+        "async_rl.max_interrupted_attempts",
+        "async_rl.max_skipped_prompts",
+        "async_rl.on_stall",
         "async_rl.retry_backoff_s",
         "async_rl.retry_backoff_max_s",
+        "async_rl.rollout_timeout_s",
+        "async_rl.stall_timeout_s",
+        "generation.max_generator_restarts",
         "generation.num_engines",
         "generation.kv_cache_bytes",
         "generation.gpu_memory_utilization",
