@@ -76,6 +76,7 @@ class FakeGenerator:
         """Let every held sibling go on, and hold none from now on."""
         self.held = lambda group_id, index: False
         self._released.set()
+        self._released = asyncio.Event()
 
     async def generate(self, order: GroupOrder) -> AsyncGenerator[SiblingResult, None]:
         self.orders.append(order)
@@ -208,6 +209,8 @@ class World:
     lives: list[tuple[int, FactTrace]] = field(default_factory=list)
     generator: FakeGenerator = field(default_factory=FakeGenerator)
     trace: FactTrace = field(default_factory=FactTrace)
+    clock: Callable[[], float] = time.monotonic
+    supervised: Callable[[FakeGenerator], Any] = lambda generator: generator
 
     def change(self, section: str, **values: Any) -> None:
         """Another configuration for the next incarnation."""
@@ -223,7 +226,7 @@ class World:
         saving = {"checkpointing": self.config.checkpointing, "snapshots": self.config.rollout_checkpointing}
         self.bundles = PublishedBundles(self.store, self.layout, log, **saving)
         self.generator, self.trainer, self.trace = FakeGenerator(), FakeTrainer(self.store), FactTrace(log.writer)
-        workers = {"generator": self.generator, "trainer": self.trainer}
+        workers = {"generator": self.supervised(self.generator), "trainer": self.trainer, "clock": self.clock}
         self.controller = SingleController(
             self.config, dataset=self.dataset, bundles=self.bundles, trace=self.trace, **workers
         )
