@@ -81,7 +81,7 @@ class SingleController:
         self._weight_sync = WeightSync(self.parts, trainer, generator)
         runner = GroupRunner(self.parts, generator, Finalizer(self.parts))
         self._rollout_pump = RolloutPump(self.parts, runner)
-        self._watchdog = Watchdog(self.parts, running_groups=lambda: runner.running, clock=clock)
+        self.watchdog = Watchdog(self.parts, running_groups=lambda: runner.running, clock=clock)
         stale_groups = StaleGroups(self.parts, generator, stop=runner.stop)
         self._train_pump = TrainPump(self.parts, trainer, self._weight_sync, stale_groups)
         fingerprint = identity(config).fingerprint
@@ -140,7 +140,7 @@ class SingleController:
         for step in range(first, last + 1):
             async with self._train_lock:
                 self._require_running("train_steps")  # it may have been closed while this call waited for its turn
-                with self._watchdog.over_step():
+                with self.watchdog.over_step():
                     report = await self._drive_step(step)
             if report is None:
                 return [*reports, {"step": step - 1, "end_of_data": True}]
@@ -213,7 +213,7 @@ class SingleController:
         self._restorer.release()
         unfinished = len(self.parts.ledger)
         self._rollouts = asyncio.create_task(self._run_rollouts(), name="rollout pump")
-        self._watching = asyncio.create_task(self._watchdog.run(), name="stall watchdog")
+        self._watching = asyncio.create_task(self.watchdog.run(), name="stall watchdog")
         self._state = ControllerState.RUNNING
         return {"redispatched_groups": unfinished, "queued": unfinished > 0}
 

@@ -42,8 +42,12 @@ class Watchdog:
         pause_s = min(self._timeout_s / _LOOKS_PER_TIMEOUT, _LONGEST_PAUSE_S)
         while True:
             await asyncio.sleep(pause_s)
-            if self._is_stalled(self._timeout_s):
-                self._report(self._timeout_s)
+            self.look()
+
+    def look(self) -> None:
+        """Report, or end, a run that is stalled now."""
+        if self._timeout_s is not None and self._is_stalled(self._timeout_s):
+            self._report(self._timeout_s)
 
     @contextmanager
     def over_step(self) -> Iterator[None]:

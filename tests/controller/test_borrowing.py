@@ -59,7 +59,7 @@ async def test_scenario_13_with_a_promotion_outstanding_a_restart_accounts_for_e
     await world.kill()
     await world.start()
     await world.kill()
-    controller = await world.start()
+    await world.start()
     await world.settle(lambda: order[4] in {o.group_id for o in world.generator.orders})
     reports = await world.train(1, 3)
     assert reports[0]["group_ids"] == [order[0], order[11], order[2], order[3]]
