@@ -9,7 +9,7 @@ A place in step s is filled in one of three ways, all of them one mutation:
 Only ready groups are promoted, only into steps that are not trained yet, and never without a spare to repay them.
 """
 
-from collections.abc import Iterator
+import itertools
 from dataclasses import replace
 
 from gpu_workers.controller.barrier import Mutation
@@ -61,25 +61,17 @@ class FailedGroups:
         )
 
     def _failed_in_a_row(self, prompt: PromptRef) -> int:
-        """Prompts that were given up next to this one in the order of the data, without a finished one between.
+        """Prompts that failed for good right before and after this one in the order of the data.
 
         It follows from what every bundle holds. In time, the failures of prompts that run together have no order.
         """
-        parts, here = self._parts, self._parts.source.place_of(prompt)
-        failed = {d.prompt.group_id for d in parts.state.dropped if has_failed(d)}
-        return sum(self._count_run(parts.source.group_ids_from(here, step=step), failed) for step in (-1, 1))
-
-    def _count_run(self, group_ids: Iterator[str], failed: set[str]) -> int:
-        """How many of `failed` come before the first finished group; what is not decided yet is passed over."""
-        undecided = {p.group_id for p in self._parts.state.spares}
-        undecided |= {d.prompt.group_id for d in self._parts.state.dropped}
-        count = 0
-        for group_id in group_ids:
-            if group_id in failed:
-                count += 1
-            elif group_id not in undecided and group_id not in self._parts.ledger:
-                break
-        return count
+        source, dropped = self._parts.source, self._parts.state.dropped
+        has_failed_by_id = {d.prompt.group_id: has_failed(d) for d in dropped}
+        here = source.place_of(prompt)
+        neighbours = (source.group_ids_from(here, step=step) for step in (-1, 1))
+        run = (itertools.takewhile(has_failed_by_id.__contains__, ids) for ids in neighbours)
+        # What a sampler gave up on the way says nothing: it is passed over.
+        return sum(has_failed_by_id[group_id] for side in run for group_id in side)
 
     def _has_spare(self, group: LedgerGroup) -> bool:
         """Without stamps there is no pool, and no shortfall: a step takes whichever groups are finished."""
