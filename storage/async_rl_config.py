@@ -64,8 +64,8 @@ class AsyncRlConfig(Section):
     max_skipped_prompts: NonNegativeInt = Field(16, description="Prompts a run may give up before it fails.")
     max_consecutive_dropped_prompts: NonNegativeInt = Field(
         8,
-        description="Prompts in a row, in the order of the data, that a run may give up before it fails: a broken scorer "
-        "or service is noticed long before max_skipped_prompts.",
+        description="Prompts in a row, in the order of the data, that a run may give up before it fails: a broken "
+        "scorer or service is noticed long before max_skipped_prompts.",
     )
     spare_prompts: NonNegativeInt = Field(4, description="Prompts kept in hand to replace groups that are given up.")
     min_step_batch_fraction: Annotated[float, Field(gt=0, le=1)] = Field(

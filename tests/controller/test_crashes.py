@@ -101,8 +101,9 @@ async def test_m_a_prompt_that_hangs_in_every_life_of_a_run_is_given_up_after_it
     for life in range(4):
         world.boot()
         world.generator.held = lambda group_id, index: group_id == stuck and index == 0
-        controller = await world.restore(world.plan())
-        await world.settle(lambda: len(controller.parts.buffer) == 7 and _attempts(world, stuck)[-1:] == [life])
+        await world.restore(world.plan())
+        await world.settle(lambda: len(world.controller.parts.buffer) == 7)
+        await world.settle(lambda life=life: _attempts(world, stuck)[-1:] == [life])
         await world.snapshot(1, force=True)
         await world.kill()
     controller = await world.start()
@@ -126,8 +127,8 @@ async def test_m_of_the_prompts_that_run_at_every_crash_only_the_guilty_one_is_g
     for _ in range(2):
         world.boot()
         world.generator.held = lambda group_id, index: group_id in pair
-        controller = await world.restore(world.plan())
-        await world.settle(lambda: len(controller.parts.buffer) == 6)
+        await world.restore(world.plan())
+        await world.settle(lambda: len(world.controller.parts.buffer) == 6)
         await world.settle(lambda: set(pair) <= {order.group_id for order in world.generator.orders})
         await world.snapshot(1, force=True)
         await world.kill()

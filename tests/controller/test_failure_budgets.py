@@ -1,6 +1,5 @@
 """Whose fault a failure is, how many prompts in a row a run gives up, and what failed groups leave of the capacity."""
 
-import asyncio
 import urllib.error
 from email.message import Message
 
@@ -70,7 +69,6 @@ def _wrapped(cause, error):
     "error",
     [
         TimeoutError("no answer"),
-        asyncio.TimeoutError(),
         ConnectionRefusedError("no listener"),
         ConnectionResetError(),
         BrokenPipeError(),
