@@ -58,7 +58,8 @@ class ControllerActor:
         if config.rollout_checkpointing.trace:
             trace = TraceWriter(store, layout, process=f"controller-{incarnation}", run_process=incarnation)
         self._fingerprint = identity(config).fingerprint
-        trace.record("run_started", incarnation=incarnation, config_fingerprint=self._fingerprint)
+        facts = {"incarnation": incarnation, "config_fingerprint": self._fingerprint, "pids": self._pids}
+        trace.record("run_started", **facts)
         self._trace = trace
         self._generators = SupervisedGenerators(
             config,

@@ -1,16 +1,12 @@
 """A generator that dies in the middle of a step: the run goes on by itself, trains every prompt once and ends well."""
 
-import os
-import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import psutil
 import pytest
 
-from flows.processes import marked_processes
-from flows.service_state import MARKER_VARIABLE
 from storage.layout import RunLayout
 from tasks.accounting import audit
 
@@ -18,7 +14,6 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
 
 Event = Mapping[str, Any]
 RUN = "restarted"
-ENGINE, ACTOR = "VLLM::", "GeneratorActor"
 DEADLINE_S = 200.0
 STEPS, PROMPTS, GENERATIONS = 10, 6, 4
 SETTINGS = {
@@ -28,18 +23,11 @@ SETTINGS = {
 }
 
 
-def processes(midflight: Any, title: str) -> list[psutil.Process]:
-    """Processes of the home's services with this in their command line, also those that overwrote their mark."""
-    marked = marked_processes(MARKER_VARIABLE, midflight.state().marker)
-    found = {process.pid: process for one in marked for process in (one, *one.children(recursive=True))}
-    return [process for process in found.values() if title in title_of(process)]
-
-
-def title_of(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.NoSuchProcess:
-        return ""
+def generator_pids(midflight: Any) -> Mapping[str, Any]:
+    """`pid` and `engine_pids` of the generator as the trace tells them: those of the start, or of the last restart."""
+    facts = [e["pids"] for e in midflight.events(RUN) if e["event"] in ("run_started", "generator_restarted")]
+    newest: Mapping[str, Any] = facts[-1]["generators"][0] if "generators" in facts[-1] else facts[-1]
+    return newest
 
 
 def running(events: Sequence[Event]) -> set[str]:
@@ -53,21 +41,21 @@ def running(events: Sequence[Event]) -> set[str]:
     return rollouts
 
 
-def kill_in_mid_step(midflight: Any, title: str, *, after_step: int) -> int:
+def kill_in_mid_step(midflight: Any, choose: Callable[[Mapping[str, Any]], int], *, after_step: int) -> int:
     """SIGKILL the process while rollouts run. It is frozen first: what runs then is still running when it dies."""
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
         steps = [e["step"] for e in midflight.events(RUN) if e["event"] == "train_step"]
         if max(steps, default=0) >= after_step:
-            (victim,) = processes(midflight, title)
+            victim = psutil.Process(choose(generator_pids(midflight)))
             victim.suspend()
             time.sleep(0.1)  # what it had sent already arrives
             if running(midflight.events(RUN)):
-                os.kill(victim.pid, signal.SIGKILL)
+                victim.kill()
                 return victim.pid
             victim.resume()
         time.sleep(0.02)
-    raise AssertionError(f"no moment to kill {title} came; last events: {midflight.events(RUN)[-3:]}")
+    raise AssertionError(f"the moment to kill never came; last events: {midflight.events(RUN)[-3:]}")
 
 
 def restarts(midflight: Any) -> list[Event]:
@@ -79,10 +67,10 @@ def test_scenario_o_a_run_whose_engine_and_then_whose_generator_is_killed_goes_o
 ):
     midflight = midflight_home
     command = midflight.start(*train_command(RUN, SETTINGS))
-    engine = kill_in_mid_step(midflight, ENGINE, after_step=2)
+    engine = kill_in_mid_step(midflight, lambda pids: pids["engine_pids"][0], after_step=2)
     wait_until(lambda: len(restarts(midflight)) == 1 or command.poll() is not None, seconds=DEADLINE_S)
     restarted_at = max((e["step"] for e in midflight.events(RUN) if e["event"] == "train_step"), default=0)
-    actor = kill_in_mid_step(midflight, ACTOR, after_step=restarted_at + 1)
+    actor = kill_in_mid_step(midflight, lambda pids: pids["pid"], after_step=restarted_at + 1)
     done = midflight.wait(command)
     assert done.code == 0, done.text
 
@@ -106,4 +94,9 @@ def test_scenario_o_a_run_whose_engine_and_then_whose_generator_is_killed_goes_o
     accounts = audit(midflight.store, RunLayout(RUN))
     assert accounts.problems == []
     assert accounts.pairs_trained == STEPS * PROMPTS * GENERATIONS
-    assert processes(midflight, ACTOR) + processes(midflight, ENGINE) == []
+    assert not [
+        pid
+        for pids in (first["pids"], second["pids"])
+        for pid in (pids["pid"], *pids["engine_pids"])
+        if psutil.pid_exists(pid)
+    ]
