@@ -71,8 +71,12 @@ def translate(error: Exception, what: str) -> MidflightError:
     cause = error.cause if isinstance(error, RayTaskError) else None
     if isinstance(cause, MidflightError):
         return type(cause)(*cause.args)
+    told = str(cause or error)
     if isinstance(error, RayActorError) and error.actor_init_failed:
-        refused = _REFUSED_CONFIGURATION.findall(str(error))
+        refused = _REFUSED_CONFIGURATION.findall(told)
         if refused:
             return ConfigurationError(refused[-1])
-    return InfrastructureFailure(f"{what} failed: {cause or error}; the worker's log has the details")
+        told = f"its actor could not start: {told.strip().splitlines()[-1]}"
+    elif isinstance(error, RayActorError):
+        told = told.partition("\n")[0]  # many lines on what may kill processes follow
+    return InfrastructureFailure(f"{what} failed: {told}; the worker's log has the details")
