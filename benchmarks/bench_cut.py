@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gpu_workers.controller.barrier import Cut, DataPlaneBarrier
+from gpu_workers.controller.counted_trace import CountedTrace
 from gpu_workers.controller.parts import RolloutParts, RolloutRuntimeState
 from gpu_workers.controller.prompt_source import PromptSource
 from gpu_workers.controller.published_bundles import PublishedBundles
@@ -82,7 +83,7 @@ class LiveState:
             buffer=ReplayBuffer(),
             rows=RowStore(),
             barrier=DataPlaneBarrier(),
-            trace=NoTrace(),
+            trace=CountedTrace(NoTrace()),
             state=RolloutRuntimeState(),
         )
 

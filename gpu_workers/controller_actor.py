@@ -14,7 +14,9 @@ from gpu_workers.controller.published_bundles import PublishedBundles
 from gpu_workers.controller.restorer import RestorePlan
 from gpu_workers.controller.single_controller import ControllerState, SingleController
 from gpu_workers.environments.tasks import build_task
-from gpu_workers.ray_ports import RayGenerator, RayTrainer
+from gpu_workers.generation.supervision import SupervisedGenerators
+from gpu_workers.ray_generators import RayGenerator, RayGeneratorHost
+from gpu_workers.ray_ports import RayTrainer
 from gpu_workers.runtime_names import end_workers, remove_weights
 from storage.errors import MidflightError, RunAlreadyLive, StaleIncarnation
 from storage.filesystem import open_store
@@ -39,6 +41,7 @@ class ControllerActor:
         trainers: Sequence[Any],
         pids: Mapping[str, Any],
         weights_dir: str,
+        model_dir: str,
     ) -> None:
         self._config = config
         self._incarnation = incarnation
@@ -55,13 +58,20 @@ class ControllerActor:
         if config.rollout_checkpointing.trace:
             trace = TraceWriter(store, layout, process=f"controller-{incarnation}", run_process=incarnation)
         self._fingerprint = identity(config).fingerprint
-        trace.record("run_started", incarnation=incarnation, config_fingerprint=self._fingerprint)
+        facts = {"incarnation": incarnation, "config_fingerprint": self._fingerprint, "pids": self._pids}
+        trace.record("run_started", **facts)
         self._trace = trace
+        self._generators = SupervisedGenerators(
+            config,
+            RayGeneratorHost(config, Path(model_dir)),
+            [RayGenerator(actor, facts) for actor, facts in zip(engines, pids["generators"], strict=True)],
+            trace=trace,
+        )
         self._controller = SingleController(
             config,
             dataset=build_task(config.data),
             trainer=RayTrainer(trainers),
-            generator=RayGenerator(engines),
+            generator=self._generators,
             bundles=PublishedBundles(
                 store,
                 layout,
@@ -84,7 +94,7 @@ class ControllerActor:
             "incarnation": self._incarnation,
             "config_fingerprint": self._fingerprint,
             "driver": driver,
-            "pids": self._pids,
+            "pids": {**self._pids, "generators": self._generators.facts},
         }
 
     async def attach_driver(self, driver: str) -> None:
@@ -142,6 +152,7 @@ class ControllerActor:
             await self._controller.attempt_snapshot(-time.time_ns(), force=True)
 
     async def _end(self, reason: str) -> dict[str, Any]:
+        await self._generators.close()
         await self._controller.close(reason)
         await asyncio.to_thread(self._trace.close)
         remove_weights(self._weights_dir)
@@ -156,7 +167,7 @@ class ControllerActor:
             silence = time.monotonic() - self._heard
             if silence > cluster.driver_ttl_s:
                 await self._end(f"no driver for {silence:.0f} s")
-                end_workers(self._config.name)
+                end_workers(self._config.name, controller_last=True)
                 return
             if silence > cluster.driver_lease_s and not parked and self._controller.state is ControllerState.RUNNING:
                 parked = True

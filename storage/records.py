@@ -104,6 +104,11 @@ class Sibling:
     data_failures: int = 0
     sealed: SealedSibling | None = None
 
+    @property
+    def interruptions(self) -> int:
+        """Attempts that neither failed nor were sealed, because a restart ended them."""
+        return self.attempt - self.infrastructure_failures - self.data_failures
+
 
 @dataclass(frozen=True, slots=True)
 class LedgerGroup:

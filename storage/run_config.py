@@ -40,6 +40,11 @@ class GenerationConfig(Section):
     """Sampling and the engines."""
 
     num_engines: PositiveInt = Field(1, description="Generator actors, one vLLM engine each.")
+    max_generator_restarts: NonNegativeInt = Field(
+        5,
+        description="Restarts of a generator that died, in a row and without a finished group between them, before it "
+        "is given up. The pauses between them are those of async_rl.retry_backoff_s.",
+    )
     max_new_tokens: PositiveInt = Field(16, description="Most tokens of one completion.")
     temperature: PositiveFloat = Field(1.0, description="Sampling temperature.")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Nucleus sampling mass.")

@@ -4,7 +4,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from gpu_workers.controller.barrier import Cut, DataPlaneBarrier
-from gpu_workers.controller.ports import Trace
+from gpu_workers.controller.counted_trace import CountedTrace
 from gpu_workers.controller.prompt_source import PromptSource
 from gpu_workers.controller.recovery_ledger import RecoveryLedger
 from gpu_workers.controller.replay_buffer import ReplayBuffer
@@ -56,7 +56,7 @@ class RolloutParts:
     buffer: ReplayBuffer
     rows: DataPlane
     barrier: DataPlaneBarrier
-    trace: Trace
+    trace: CountedTrace
     state: RolloutRuntimeState
 
     def progress(self, cut: Cut) -> Progress:

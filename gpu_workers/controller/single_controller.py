@@ -7,11 +7,13 @@ It moves metadata only. It knows neither Ray nor Prefect; `controller_actor.py` 
 """
 
 import asyncio
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Any
 
 from gpu_workers.controller.barrier import DataPlaneBarrier
+from gpu_workers.controller.counted_trace import CountedTrace
 from gpu_workers.controller.finalizer import Assemble, Finalizer
 from gpu_workers.controller.group_runner import GroupRunner
 from gpu_workers.controller.parts import RolloutParts, RolloutRuntimeState
@@ -28,6 +30,7 @@ from gpu_workers.controller.samplers.build import build_sampler
 from gpu_workers.controller.snapshotter import RolloutSnapshotter, SnapshotOutcome
 from gpu_workers.controller.stale_groups import StaleGroups
 from gpu_workers.controller.train_pump import TrainPump
+from gpu_workers.controller.watchdog import Watchdog
 from gpu_workers.controller.weight_sync import WeightSync
 from storage.errors import BrokenInvariant, StaleIncarnation
 from storage.identity import identity
@@ -59,8 +62,11 @@ class SingleController:
         bundles: PublishedBundles,
         trace: Trace,
         assemble: Assemble = assemble_group,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`assemble` makes the training rows of a group from its calls, in a thread."""
+        """`assemble` makes the training rows of a group from its calls, in a thread; `clock`, in seconds of any origin,
+        is what the stall watchdog goes by.
+        """
         source = PromptSource(
             dataset, num_epochs=config.data.num_epochs, seed=config.data.seed, shuffle=config.data.shuffle
         )
@@ -72,13 +78,14 @@ class SingleController:
             buffer=ReplayBuffer(),
             rows=RowStore(),
             barrier=DataPlaneBarrier(),
-            trace=trace,
+            trace=CountedTrace(trace, clock=clock),
             state=RolloutRuntimeState(),
         )
         self._bundles = bundles
         self._weight_sync = WeightSync(self.parts, trainer, generator)
         runner = GroupRunner(self.parts, generator, Finalizer(self.parts, assemble))
         self._rollout_pump = RolloutPump(self.parts, runner)
+        self.watchdog = Watchdog(self.parts, running_groups=lambda: runner.running, clock=clock)
         stale_groups = StaleGroups(self.parts, generator, stop=runner.stop)
         self._train_pump = TrainPump(self.parts, trainer, self._weight_sync, stale_groups)
         fingerprint = identity(config).fingerprint
@@ -88,6 +95,7 @@ class SingleController:
         self._restore_lock = asyncio.Lock()
         self._started: tuple[RestorePlan, Mapping[str, Any]] | None = None
         self._rollouts: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._checkpointed_step = 0
         self._state = ControllerState.EMPTY
 
@@ -136,7 +144,8 @@ class SingleController:
         for step in range(first, last + 1):
             async with self._train_lock:
                 self._require_running("train_steps")  # it may have been closed while this call waited for its turn
-                report = await self._drive_step(step)
+                with self.watchdog.over_step():
+                    report = await self._drive_step(step)
             if report is None:
                 return [*reports, {"step": step - 1, "end_of_data": True}]
             reports.append(report)
@@ -172,9 +181,10 @@ class SingleController:
         self._state = ControllerState.ENDED
         if self._train_lock.locked():
             self.parts.state.fail(StaleIncarnation(f"the controller was closed ({reason}) while it trained a step"))
-        if self._rollouts is not None:
-            self._rollouts.cancel()
-            await asyncio.wait([self._rollouts])
+        for loop in (self._watching, self._rollouts):
+            if loop is not None:
+                loop.cancel()
+                await asyncio.wait([loop])
         self.parts.trace.record("run_ended", reason=reason)
 
     def describe(self) -> dict[str, Any]:
@@ -207,6 +217,7 @@ class SingleController:
         self._restorer.release()
         unfinished = len(self.parts.ledger)
         self._rollouts = asyncio.create_task(self._run_rollouts(), name="rollout pump")
+        self._watching = asyncio.create_task(self.watchdog.run(), name="stall watchdog")
         self._state = ControllerState.RUNNING
         return {"redispatched_groups": unfinished, "queued": unfinished > 0}
 

@@ -25,9 +25,14 @@ EVICTED = "evicted"
 STALE = "stale"
 
 
+def has_failed(dropped: DroppedPrompt) -> bool:
+    """Whether a prompt was given up because it failed."""
+    return dropped.reason not in (EVICTED, STALE)
+
+
 def count_skipped(dropped: Iterable[DroppedPrompt]) -> int:
     """Prompts given up because they failed."""
-    return sum(prompt.reason not in (EVICTED, STALE) for prompt in dropped)
+    return sum(map(has_failed, dropped))
 
 
 class StaleGroups:

@@ -189,7 +189,7 @@ class TrainPump:
             "chunks": list(fed.chunks),
             "rewards_mean": sum(rewards) / len(rewards),
             "batch_age": batch_age(groups, self._parts.state.trainer_version - 1),
-            "metrics": dict(result.metrics),
+            "metrics": {**result.metrics, **self._parts.trace.take_counts()},
             "weights_sha256": result.weights_sha256,
             "rollouts_sha256": digest_of_rows(fed.digests),
             "seconds": seconds,

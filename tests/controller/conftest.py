@@ -76,6 +76,7 @@ class FakeGenerator:
         """Let every held sibling go on, and hold none from now on."""
         self.held = lambda group_id, index: False
         self._released.set()
+        self._released = asyncio.Event()
 
     async def generate(self, order: GroupOrder) -> AsyncGenerator[SiblingResult, None]:
         self.orders.append(order)
@@ -209,6 +210,8 @@ class World:
     generator: FakeGenerator = field(default_factory=FakeGenerator)
     trace: FactTrace = field(default_factory=FactTrace)
     assemble: Callable[..., Any] | None = None  # instead of `row_assembly.assemble_group`
+    clock: Callable[[], float] = time.monotonic
+    supervised: Callable[[FakeGenerator], Any] = lambda generator: generator
 
     def change(self, section: str, **values: Any) -> None:
         """Another configuration for the next incarnation."""
@@ -224,7 +227,8 @@ class World:
         saving = {"checkpointing": self.config.checkpointing, "snapshots": self.config.rollout_checkpointing}
         self.bundles = PublishedBundles(self.store, self.layout, log, **saving)
         self.generator, self.trainer, self.trace = FakeGenerator(), FakeTrainer(self.store), FactTrace(log.writer)
-        workers: dict[str, Any] = {"generator": self.generator, "trainer": self.trainer}
+        workers: dict[str, Any] = {"generator": self.supervised(self.generator), "trainer": self.trainer}
+        workers["clock"] = self.clock
         if self.assemble is not None:
             workers["assemble"] = self.assemble
         self.controller = SingleController(
