@@ -42,7 +42,8 @@ class PublishedBundles:
         """
         if bundle.kind == "trainer_checkpoint" and not self._checkpointing.save_data_plane:
             level = bundle.config.rollout_recovery.target_level
-            bundle = replace(bundle, state=without_rows(bundle.state, bundle.rows, level), rows={})
+            state = without_rows(bundle.state, bundle.rows, level)
+            bundle = replace(bundle, state=state, rows={row_id: bundle.rows[row_id] for row_id in state.row_ids()})
         with self._lock, considerate():
             manifest = self._writer.write(bundle)
             retain(

@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Any
 
 from gpu_workers.controller.barrier import DataPlaneBarrier
+from gpu_workers.controller.bundle_publisher import BundlePublisher
 from gpu_workers.controller.finalizer import Finalizer
 from gpu_workers.controller.group_runner import GroupRunner
 from gpu_workers.controller.parts import RolloutParts, RolloutRuntimeState
@@ -27,6 +28,7 @@ from gpu_workers.controller.samplers.build import build_sampler
 from gpu_workers.controller.snapshotter import RolloutSnapshotter, SnapshotOutcome
 from gpu_workers.controller.stale_groups import StaleGroups
 from gpu_workers.controller.train_pump import TrainPump
+from gpu_workers.controller.trainer_checkpoints import TrainerCheckpoints
 from gpu_workers.controller.weight_sync import WeightSync
 from storage.errors import BrokenInvariant, StaleIncarnation
 from storage.identity import identity
@@ -79,7 +81,9 @@ class SingleController:
         stale_groups = StaleGroups(self.parts, generator, stop=runner.stop)
         self._train_pump = TrainPump(self.parts, trainer, self._weight_sync, stale_groups)
         fingerprint = identity(config).fingerprint
-        self._snapshotter = RolloutSnapshotter(self.parts, trainer, bundles, identity=fingerprint)
+        self._publisher = BundlePublisher(self.parts, bundles, identity=fingerprint)
+        self._snapshotter = RolloutSnapshotter(self.parts, self._publisher)
+        self._checkpoints = TrainerCheckpoints(self.parts, trainer, self._publisher)
         self._restorer = RolloutRestorer(self.parts, trainer, self._weight_sync, bundles)
         self._train_lock = asyncio.Lock()
         self._restore_lock = asyncio.Lock()
@@ -184,6 +188,7 @@ class SingleController:
             "train_steps": self.parts.state.train_steps,
             "trainer_version": self.parts.state.trainer_version,
             "max_steps": self.parts.config.algorithm.max_steps,
+            "steps_to_replay": self.parts.state.rollout_step - self.parts.state.train_steps,
             "ledger_groups": len(self.parts.ledger),
             "sealed_siblings": sum(s.sealed is not None for s in siblings),
             "buffered_groups": len(self.parts.buffer),
@@ -196,10 +201,10 @@ class SingleController:
         bundle, anchor = await self._restorer.bundle(plan), await self._anchor_of(plan)
         # Nothing is awaited from here on: the controller starts whole or, closed meanwhile, not at all.
         self._require_unrestored("redispatch")
-        self._snapshotter.adopt_anchor(anchor)
+        self._publisher.adopt_anchor(anchor)
         if bundle is not None:
             self._bundles.adopt(bundle)
-            self._checkpointed_step = bundle.manifest.step
+            self._checkpointed_step = 0 if anchor is None else anchor.step
             self._restorer.record_restored(plan, bundle)
         self._restorer.release()
         unfinished = len(self.parts.ledger)
@@ -228,7 +233,7 @@ class SingleController:
         step = self.parts.state.train_steps
         due = force or step % self.parts.config.checkpointing.save_period == 0
         if due and step > self._checkpointed_step:
-            await self._snapshotter.trainer_checkpoint(step)
+            await self._checkpoints.save(step)
             self._checkpointed_step = step
 
     def _require_unrestored(self, asked: str) -> None:

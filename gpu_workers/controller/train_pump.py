@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gpu_workers.controller.barrier import Mutation
 from gpu_workers.controller.finalizer import digest_of_rows
 from gpu_workers.controller.parts import RolloutParts
 from gpu_workers.controller.ports import StepResult, Trainer
@@ -50,6 +51,9 @@ class TrainPump:
             )
         await self._release_claims()  # of a try that was cancelled twice, before it could do so itself
         await self._weight_sync.ensure(state.trainer_version)
+        recorded = state.recorded.batch(step)
+        if recorded is not None:
+            return await self._replay(step, recorded)
         started = time.perf_counter()
         groups = await self._wait_for_batch()
         if groups is None:
@@ -65,6 +69,17 @@ class TrainPump:
         # Before the refit: a step whose refit fails is committed all the same, and its retry must find the report.
         self._reports[step] = self._report(result, groups, handles, waited_s, time.perf_counter() - started)
         await self._weight_sync.ensure(state.trainer_version)
+        return self._reports[step]
+
+    async def _replay(self, step: int, groups: Sequence[BufferedGroup]) -> Mapping[str, Any]:
+        """Train a batch again that was trained before the restart, in its order; nothing is selected or generated."""
+        started = time.perf_counter()
+        handles = self._parts.rows.rows(row for group in groups for row in group.row_ids)
+        await self._accumulate(step, groups)
+        result = await self._commit(step, groups)
+        seconds = time.perf_counter() - started
+        self._reports[step] = self._report(result, groups, handles, 0.0, seconds, replayed=True)
+        await self._weight_sync.ensure(self._parts.state.trainer_version)
         return self._reports[step]
 
     async def _release_claims(self) -> None:
@@ -141,8 +156,7 @@ class TrainPump:
         try:
             result = await self._trainer.finish_step(step)
             async with parts.barrier.mutation("commit_step") as mutation:
-                parts.rows.remove(mutation, [row for group in groups for row in group.row_ids])
-                parts.buffer.drop(mutation, groups)
+                self._let_go(mutation, step, groups)
                 state.shortfall.pop(state.trainer_version, None)
                 state.train_steps = step
                 state.trainer_version += 1
@@ -157,6 +171,19 @@ class TrainPump:
         state.changed.notify()
         return result
 
+    def _let_go(self, mutation: Mutation, step: int, groups: Sequence[BufferedGroup]) -> None:
+        """The buffer gives a trained batch up. Its rows stay until a trainer checkpoint has made the step durable:
+        a restart trains them again. Without rollout snapshots nothing could, and they go at once.
+        """
+        parts = self._parts
+        if parts.state.recorded.batch(step) is not None:
+            return
+        parts.buffer.drop(mutation, groups)
+        if parts.config.rollout_checkpointing.enabled:
+            parts.state.recorded.record(mutation, step, groups)
+        else:
+            parts.rows.remove(mutation, [row for group in groups for row in group.row_ids])
+
     def _report(
         self,
         result: StepResult,
@@ -164,6 +191,8 @@ class TrainPump:
         handles: Sequence[RowHandle],
         waited_s: float,
         seconds: float,
+        *,
+        replayed: bool = False,
     ) -> Mapping[str, Any]:
         rewards = [reward for group in groups for reward in group.rewards]
         report = {
@@ -178,6 +207,7 @@ class TrainPump:
             "rollouts_sha256": digest_of_rows([handle.digest for handle in handles]),
             "seconds": seconds,
             "waited_s": waited_s,
+            "replayed": replayed,
         }
         self._parts.trace.record("train_step", **report)
         return report

@@ -299,7 +299,8 @@ class World:
         parts, cut = self.controller.parts, Cut("check")
         dropped, spares = tuple(parts.state.dropped), tuple(parts.state.spares)
         ledger, buffer = parts.ledger.capture(cut), parts.buffer.capture(cut)
-        state = RolloutState(parts.progress(cut), ledger, buffer, spares, dropped)
+        recorded = parts.state.recorded.capture(cut, after=0)
+        state = RolloutState(parts.progress(cut), ledger, buffer, spares, dropped, recorded)
         self.require_whole(state, set(parts.rows.capture(cut)))
         running = self.controller.describe()["running_groups"]
         assert running <= min(len(ledger), self.config.generation.max_inflight_groups)  # I5
@@ -309,8 +310,12 @@ class World:
         assert defects(state) == []
         progress, size = state.progress, self.config.algorithm.num_prompts_per_step
         history = self.history()
-        owners = Counter(group for step in range(1, progress.train_steps + 1) for group in history[step])
+        owners = Counter(group for step in range(1, state.model_step + 1) for group in history[step])
+        owners.update(trained.group.group_id for trained in state.trained)
         owners.update(group.group_id for group in (*state.ledger, *state.buffer, *state.spares))
+        for step in range(state.model_step + 1, progress.train_steps + 1):  # trained again with the same groups
+            groups = [trained.group.group_id for trained in state.trained if trained.step == step]
+            assert history.get(step, groups) == groups
         owners.update(dropped.prompt.group_id for dropped in state.dropped)
         assert owners == Counter(self.passed(progress.source))
         assert rows == set(state.row_ids())

@@ -36,7 +36,7 @@ class Fate:
                 "retry_backoff_s": 0.0001,
                 "retry_backoff_max_s": 0.0001,
             },
-            "checkpointing": {"save_period": draw((1, 1, 2)), "save_data_plane": draw((True, True, False))},
+            "checkpointing": {"save_period": draw((1, 2, 3, 5, 10)), "save_data_plane": draw((True, True, False))},
             "rollout_recovery": {"target_level": draw(("sibling", "prompt_group"))},
         }
         for section, values in more.items():
