@@ -183,6 +183,10 @@ class FakeRuntime:
         self._note("forced snapshot" if force else "snapshot")
         return {"outcome": "completed", "number": number, "sequence": 1}
 
+    async def checkpoint(self, *, incarnation: str) -> dict[str, Any]:
+        self._note("checkpoint")
+        return {"outcome": "completed", "step": self.committed, "sequence": 1}
+
     async def close(self, *, snapshot: bool) -> dict[str, Any]:
         self._note(f"close snapshot={snapshot}")
         return {"state": "ended"}

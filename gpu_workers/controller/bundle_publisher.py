@@ -8,9 +8,9 @@ and rows; everything slow happens after it, off the event loop.
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from gpu_workers.controller.barrier import Cut
 from gpu_workers.controller.parts import RolloutParts
@@ -19,6 +19,8 @@ from storage.manifests import Anchor, FileEntry, Manifest
 from storage.records import AttemptStatus, RolloutState
 from storage.rows import RowHandle
 from storage.snapshot_writer import CapturedBundle
+
+T = TypeVar("T")
 
 
 class BundleStore(Protocol):
@@ -33,6 +35,10 @@ class BundleStore(Protocol):
 
     def checkpoint_prefix(self, step: int) -> str:
         """Where the model files of a trainer checkpoint go: another place at each call."""
+        ...
+
+    def put_metrics(self, prefix: str, step: int, metrics: Mapping[str, float]) -> FileEntry:
+        """Write the metrics of a step beside its model files."""
         ...
 
 
@@ -125,8 +131,15 @@ class BundlePublisher:
         step = captured.state.progress.train_steps
         return await self._publish("rollout_snapshot", step, captured, self._durable, ())
 
-    async def publish_checkpoint(self, captured: Captured, files: Sequence[FileEntry]) -> Manifest:
+    async def put_metrics(self, prefix: str, step: int, metrics: Mapping[str, float]) -> FileEntry:
+        """Write the metrics of a step beside its model files."""
+        return await asyncio.to_thread(self._bundles.put_metrics, prefix, step, metrics)
+
+    async def publish_checkpoint(self, captured: Captured, files: Sequence[FileEntry], *, trigger: str) -> Manifest:
         """A trainer checkpoint, on which later snapshots stand: the batches that led to it are not needed any more."""
+        return await _to_its_end(self._publish_checkpoint(captured, files, trigger))
+
+    async def _publish_checkpoint(self, captured: Captured, files: Sequence[FileEntry], trigger: str) -> Manifest:
         step, parts = captured.trainer_step, self._parts
         manifest = await self._publish("trainer_checkpoint", step, captured, None, files)
         self._durable = Anchor(kind="checkpoint", step=step, sequence=manifest.sequence, identity=self._identity)
@@ -135,6 +148,7 @@ class BundlePublisher:
             sequence=manifest.sequence,
             kind=manifest.kind,
             step=step,
+            trigger=trigger,
             cut_time=captured.cut_time,
         )
         async with parts.barrier.mutation("forget_recorded_steps") as mutation:
@@ -149,9 +163,7 @@ class BundlePublisher:
         anchor: Anchor | None,
         files: Sequence[FileEntry],
     ) -> Manifest:
-        """Write off the event loop. A writing thread can't be stopped: a caller that is cancelled waits for its end,
-        so that the save lock is never free while something is being published.
-        """
+        """Write off the event loop."""
         bundle = CapturedBundle(
             kind=kind,
             step=step,
@@ -163,12 +175,19 @@ class BundlePublisher:
             config=self._parts.config,
             dataset_fingerprint=self._fingerprint,
         )
-        writing = asyncio.ensure_future(asyncio.to_thread(self._bundles.publish, bundle))
-        try:
-            return await asyncio.shield(writing)
-        except asyncio.CancelledError:
-            await asyncio.wait([writing])
-            raise
+        return await _to_its_end(asyncio.to_thread(self._bundles.publish, bundle))
+
+
+async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:
+    """A writing thread can't be stopped: a caller that is cancelled waits for its end, so that the save lock is never
+    free while something is being published.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
 
 
 def is_retryable(error: BaseException) -> bool:

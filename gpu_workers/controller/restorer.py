@@ -120,7 +120,7 @@ class RolloutRestorer:
         files = None
         if plan.anchor is not None:
             manifest = await asyncio.to_thread(self._reader.manifest, plan.anchor)
-            files = [entry.model_dump() for entry in manifest.files if entry.role not in ("part", "state")]
+            files = [entry.model_dump() for entry in manifest.files if entry.role not in ("part", "state", "metrics")]
         step = _state(bundle).model_step
         state = self._parts.state
         self._weight_sync.forget()

@@ -1,6 +1,6 @@
 """Rollout snapshots: when one is taken, on which trainer checkpoint it stands, and what each attempt came to.
 
-    save lock -> skip? -> anchor -> exclusive cut -> publish
+    save lock -> skip? -> publish a written checkpoint -> anchor -> exclusive cut -> publish
 
 A snapshot stands on the newest durable trainer checkpoint. The batches trained since then are part of it: a restart
 trains them again, which leads to the very trainer state that the rest of the snapshot belongs to.
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from gpu_workers.controller.bundle_publisher import BundlePublisher, is_retryable
 from gpu_workers.controller.parts import RolloutParts
+from gpu_workers.controller.trainer_checkpoints import TrainerCheckpoints
 from storage.errors import BrokenInvariant
 
 _NO_ANCHOR = "missing_trainer_anchor"
@@ -31,9 +32,10 @@ class SnapshotOutcome:
 class RolloutSnapshotter:
     """Owns the attempt numbers."""
 
-    def __init__(self, parts: RolloutParts, publisher: BundlePublisher) -> None:
+    def __init__(self, parts: RolloutParts, publisher: BundlePublisher, checkpoints: TrainerCheckpoints) -> None:
         self._parts = parts
         self._publisher = publisher
+        self._checkpoints = checkpoints
         self._saved_version: int | None = None
         self._outcomes: dict[int, SnapshotOutcome] = {}
         self._failed: set[int] = set()  # numbers of the attempts that failed since the last one that did not
@@ -64,6 +66,7 @@ class RolloutSnapshotter:
             return SnapshotOutcome(number, "skipped", "optimizer_commit_in_progress")
         if not force and barrier.mutation_version == self._saved_version:
             return SnapshotOutcome(number, "skipped", "no_data_plane_mutations")
+        await self._checkpoints.flush()
         anchor, trainer_step = self._publisher.durable, state.train_steps
         if not state.recorded.lead_from(anchor.step, to=state.rollout_step):
             return SnapshotOutcome(number, "skipped", _NO_ANCHOR)

@@ -71,6 +71,10 @@ class TrainPump:
         await self._weight_sync.ensure(state.trainer_version)
         return self._reports[step]
 
+    def report(self, step: int) -> Mapping[str, Any]:
+        """What this process's training of `step` came to; empty for a step that another process trained."""
+        return self._reports.get(step, {})
+
     async def _replay(self, step: int, groups: Sequence[BufferedGroup]) -> Mapping[str, Any]:
         """Train a batch again that was trained before the restart, in its order; nothing is selected or generated."""
         started = time.perf_counter()

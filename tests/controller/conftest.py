@@ -129,6 +129,7 @@ class FakeTrainer:
     def __init__(self, store: Store) -> None:
         self._store = store
         self.weights = "initial"
+        self.copies: dict[str, str] = {}
         self.pending: list[str] = []
         self.trained: list[list[str]] = []
         self.finished: dict[int, StepResult] = {}
@@ -165,10 +166,13 @@ class FakeTrainer:
     async def publish_weights(self, version: int) -> WeightsRef:
         return WeightsRef(version, f"fake:{self.weights}")
 
-    async def save(self, prefix: str) -> Sequence[Mapping[str, Any]]:
+    async def begin_save(self, prefix: str) -> None:
+        self.copies[prefix] = self.weights
+
+    async def finish_save(self, prefix: str) -> Sequence[Mapping[str, Any]]:
         await self._wait_at("save", self.save_gate)
         self.before_save()
-        entry = CheckpointFiles(self._store, prefix).put("weights.txt", self.weights.encode(), "weights")
+        entry = CheckpointFiles(self._store, prefix).put("weights.txt", self.copies[prefix].encode(), "weights")
         return [entry.model_dump()]
 
     async def restore(self, files: Sequence[Mapping[str, Any]] | None) -> None:

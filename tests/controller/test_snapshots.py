@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from gpu_workers.controller.checkpoint_schedule import Trigger
 from storage.errors import BrokenInvariant, Fenced, StoreOutcomeUnknown, StoreUnavailable
 
 
@@ -199,7 +200,7 @@ async def test_scenario_45_and_47_a_trainer_checkpoint_is_saved_once_for_each_tr
     step = asyncio.create_task(controller.train_steps(6, 6))
     await world.settle(lambda: world.trainer.waiting_at == "microbatch")
     with pytest.raises(BrokenInvariant, match="while a train step holds claimed groups"):
-        await controller._checkpoints.save(6)
+        await controller._checkpoints.save(6, Trigger.REQUEST)
     world.trainer.microbatch_gate.set()
     with pytest.raises(BrokenInvariant):
         await step

@@ -9,7 +9,7 @@ import pytest
 from storage.errors import NoRestorableState, StoreOutcomeUnknown, StoreUnavailable
 from storage.manifests import Anchor, Manifest
 from storage.records import Progress
-from storage.retention import retain
+from storage.retention import Keep, retain
 
 
 def _damage(run: Any, manifest: Manifest, role: str = "state") -> None:
@@ -158,7 +158,7 @@ def test_a_snapshot_of_a_checkpoint_that_the_log_does_not_hold_is_passed_over(ru
 def test_retired_bundles_are_no_candidates(run: Any) -> None:
     for step in (1, 2, 3):
         run.checkpoint(step)
-    retain(run.store, run.layout, run.log, keep_checkpoints=1, keep_per_anchor=1)
+    retain(run.store, run.layout, run.log, keep=Keep(1, 1))
     _damage(run, run.select().target, "weights")
     with pytest.raises(NoRestorableState) as refused:
         run.select()

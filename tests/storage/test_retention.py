@@ -7,7 +7,7 @@ import pytest
 from storage.canonical import sha256
 from storage.errors import Fenced
 from storage.manifests import Manifest
-from storage.retention import Retained, retain
+from storage.retention import Keep, Retained, retain
 
 
 def _retain(run: Any, *, checkpoints: int = 1, per_anchor: int = 1, grace_s: float = 3600.0) -> Retained:
@@ -15,8 +15,7 @@ def _retain(run: Any, *, checkpoints: int = 1, per_anchor: int = 1, grace_s: flo
         run.store,
         run.layout,
         run.log,
-        keep_checkpoints=checkpoints,
-        keep_per_anchor=per_anchor,
+        keep=Keep(checkpoints, per_anchor),
         pinned=run.writer.pinned_parts(),
         grace_s=grace_s,
     )
