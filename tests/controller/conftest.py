@@ -53,8 +53,7 @@ class FakeDataset:
         return (1, 2, ordinal % 50 + salt), json.dumps({"ordinal": ordinal})
 
     def fingerprint(self) -> str:
-        prompts = [self.prompt(ordinal) for ordinal in range(self._size)]
-        return hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([self.prompt(n) for n in range(self._size)]).encode()).hexdigest()
 
 
 class FakeGenerator:
@@ -228,16 +227,14 @@ class World:
         self.bundles = PublishedBundles(self.store, self.layout, log, **saving)
         self.generator, self.trainer, self.trace = FakeGenerator(), FakeTrainer(self.store), FactTrace(log.writer)
         workers = {"generator": self.generator, "trainer": self.trainer}
-        self.controller = SingleController(
-            self.config, dataset=self.dataset, bundles=self.bundles, trace=self.trace, **workers
-        )
+        parts = {"dataset": self.dataset, "bundles": self.bundles, "trace": self.trace}
+        self.controller = SingleController(self.config, **parts, **workers)
         return self.controller
 
     def plan(self) -> RestorePlan:
         """What selection picks in this store now."""
         saved = self.config.checkpointing
-        layout = RunLayout(self.config.name)
-        chosen = select(self.store, layout, mode=saved.restore_mode, allow_older=saved.allow_older)
+        chosen = select(self.store, RunLayout(self.config.name), mode=saved.restore_mode, allow_older=saved.allow_older)
         return RestorePlan(*(None if m is None else m.sequence for m in (chosen.target, chosen.anchor)))
 
     async def start(self) -> SingleController:
@@ -303,11 +300,11 @@ class World:
         parts, cut = self.controller.parts, Cut("check")
         dropped, spares = tuple(parts.state.dropped), tuple(parts.state.spares)
         ledger, buffer = parts.ledger.capture(cut), parts.buffer.capture(cut)
-        recorded = parts.state.recorded.capture(cut, after=0)
-        state = RolloutState(parts.progress(cut), ledger, buffer, spares, dropped, recorded)
+        trained = parts.state.recorded.capture(cut, after=0)
+        state = RolloutState(parts.progress(cut), ledger, buffer, spares, dropped, trained)
         self.require_whole(state, set(parts.rows.capture(cut)))
-        running = self.controller.describe()["running_groups"]
-        assert running <= min(len(ledger), self.config.generation.max_inflight_groups)  # I5
+        limit = min(len(ledger), self.config.generation.max_inflight_groups)
+        assert self.controller.describe()["running_groups"] <= limit  # I5
 
     def require_whole(self, state: RolloutState, rows: set[str]) -> None:
         """Every passed prompt has one owner (I1, I2), rows are the index (I3), stamps are used up exactly (I4)."""
