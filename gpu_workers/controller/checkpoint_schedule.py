@@ -33,14 +33,14 @@ class CheckpointSchedule:
 
     def due(self, step: int, *, saved_step: int, end_of_data: bool = False) -> Trigger | None:
         """Why the committed step `step` is to be saved now, if it is; `saved_step` is the newest saved one."""
-        late = self._is_late()
+        self._measure()
         if step <= saved_step:
             return None
         if end_of_data:
             return Trigger.END_OF_DATA
         if step >= self._max_steps:
             return Trigger.LAST_STEP
-        if late:
+        if self._is_late():
             return Trigger.DEADLINE
         return Trigger.PERIOD if step // self._period > saved_step // self._period else None
 
@@ -49,13 +49,16 @@ class CheckpointSchedule:
         if trigger is Trigger.DEADLINE or self._is_late():
             self._deadline = None
 
-    def _is_late(self) -> bool:
-        """Whether one more step, with its checkpoint, as long as the longest so far, might end after the deadline."""
+    def _measure(self) -> None:
+        """The longest time between two boundaries: a step with the checkpoint before it."""
         now = self._clock()
         if self._boundary is not None:
             self._longest_s = max(self._longest_s, now - self._boundary)
         self._boundary = now
-        return self._deadline is not None and now + self._longest_s >= self._deadline
+
+    def _is_late(self) -> bool:
+        """Whether the next boundary, as far away as the farthest so far, might come after the deadline."""
+        return self._deadline is not None and self._clock() + self._longest_s >= self._deadline
 
 
 def step_metrics(report: Mapping[str, Any]) -> dict[str, float]:

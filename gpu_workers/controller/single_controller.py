@@ -254,7 +254,7 @@ class SingleController:
             require_metric(saving.metric_name, metrics)
         trigger = self._schedule.due(step, saved_step=saves.saved_step, end_of_data=end_of_data)
         if trigger is None:
-            await saves.publish_written()
+            await (saves.settle() if end_of_data else saves.publish_written())
             return
         in_background = trigger is Trigger.PERIOD and saving.async_save
         await saves.save(step, trigger, metrics=metrics, in_background=in_background)

@@ -261,13 +261,35 @@ async def test_the_last_step_waits_for_the_one_before_and_is_durable_when_it_ret
     await world.kill()
 
 
+async def test_the_end_of_the_data_waits_for_the_checkpoint_that_is_on_its_way(make_world):
+    world = make_world(checkpointing={**BACKGROUND, "save_period": 3}, data={"num_prompts": 12})
+    world.change("async_rl", spare_prompts=0)
+    world.change("algorithm", max_steps=99)
+    controller = await world.start()
+    world.trainer.save_gate = asyncio.Event()
+    end = asyncio.create_task(controller.train_steps(1, 99))
+    await world.settle(lambda: world.trainer.waiting_at == "save")
+    for _ in range(200):
+        await asyncio.sleep(0)
+    assert not end.done()
+    world.trainer.save_gate.set()
+    assert (await end)[-1]["end_of_data"]
+    assert _published(world) == [(3, "period")]
+    await world.kill()
+
+
 async def test_snapshots_go_on_while_a_checkpoint_is_written_and_stand_on_the_durable_one(make_world):
-    world, _ = await _writing(make_world)
+    world, controller = await _writing(make_world)
+    await world.settle(lambda: len(controller.parts.buffer) == 8)
     bundle = await world.snapshot(1, force=True)
     assert (bundle.manifest.anchor.kind, bundle.manifest.step) == ("bootstrap", 3)
     assert {t.step for t in bundle.state.trained} == {1, 2, 3}
     world.trainer.save_gate.set()
     await world.settle(lambda: _published(world) == [(2, "period")])
+    parts = set(world.store.list("run/parts"))
+    again = await world.snapshot(2, force=True)
+    assert (again.manifest.anchor.step, {t.step for t in again.state.trained}) == (2, {3})
+    assert {e.path for e in again.manifest.files if e.role == "part"} <= parts, "no row is written again"
     await world.kill()
 
 
