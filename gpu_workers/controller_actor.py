@@ -137,14 +137,25 @@ class ControllerActor:
         self._require(incarnation)
         return asdict(await self._detached(self._controller.attempt_snapshot(number, force=force)))
 
+    async def checkpoint(self, incarnation: str) -> dict[str, Any]:
+        """A trainer checkpoint at the next step boundary, on request; durable when this returns."""
+        self._require(incarnation)
+        return dict(await self._detached(self._controller.checkpoint()))
+
     async def close(self, snapshot: bool) -> dict[str, Any]:
         """End the pumps, after a last forced snapshot if asked for and possible, and flush the trace.
 
-        The caller ends the actors (`launch.end_runtime`).
+        A checkpoint that is still written in the background is waited for; `checkpoint_failure` says why it could not
+        be published. The caller ends the actors (`launch.end_runtime`).
         """
+        unsaved: str | None = None
+        try:
+            await self._controller.settle_saves()
+        except MidflightError as error:
+            unsaved = f"{type(error).__name__}: {error}"
         if snapshot and self._controller.state in (ControllerState.RUNNING, ControllerState.PARKED):
             await self._snapshot_unasked()
-        return await self._end("closed by its driver")
+        return {**await self._end("closed by its driver"), "checkpoint_failure": unsaved}
 
     async def _snapshot_unasked(self) -> None:
         """A forced snapshot outside the driver's numbering. Its failure is in the trace and costs nothing else."""

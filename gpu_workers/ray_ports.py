@@ -14,6 +14,7 @@ from storage.errors import ConfigurationError, InfrastructureFailure, MidflightE
 
 # An error of an actor's constructor comes back as text only, whose last line names it.
 _REFUSED_CONFIGURATION = re.compile(r"^(?:storage\.errors\.)?ConfigurationError: (.+)$", re.MULTILINE)
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.5
 
 
 class RayTrainer:
@@ -45,10 +46,19 @@ class RayTrainer:
         weights: WeightsRef = await self._call("publish_weights", version)
         return weights
 
-    async def save(self, prefix: str) -> Sequence[Mapping[str, Any]]:
-        """Write a checkpoint; entries of all ranks."""
-        replies = await _all([rank.save.remote(prefix) for rank in self._ranks], "save of the trainer")
-        return [entry for entries in replies for entry in entries]
+    async def begin_save(self, prefix: str) -> None:
+        """Copy the state on all ranks; each writes its share in a thread of its own."""
+        await self._call("begin_save", prefix)
+
+    async def finish_save(self, prefix: str) -> Sequence[Mapping[str, Any]]:
+        """Entries of all ranks. They are asked now and then: a call that waits would keep a rank from training."""
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            replies = await _all([rank.saved_files.remote(prefix) for rank in self._ranks], "save of the trainer")
+            if None not in replies:
+                return [entry for entries in replies for entry in entries]
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def restore(self, files: Sequence[Mapping[str, Any]] | None) -> None:
         """Load a checkpoint, or the initial model."""

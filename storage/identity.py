@@ -3,7 +3,10 @@
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
+
+from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
 
 from storage.canonical import canonical_json, sha256
 from storage.run_config import RunConfig
@@ -65,6 +68,31 @@ def identity_of(redacted_config: Mapping[str, Any]) -> Identity:
         if section not in _OPERATIONAL_SECTIONS
     }
     return Identity(sha256(canonical_json(kept)), kept)
+
+
+def with_defaults(redacted_config: Mapping[str, Any]) -> dict[str, Any]:
+    """A redacted configuration that another version of Midflight has saved, with the keys that it did not know yet.
+
+    They get their defaults: a new key's default is what earlier versions did. Keys that exist no more stay.
+    """
+    return _with_defaults(RunConfig, redacted_config)
+
+
+def _with_defaults(model: type[BaseModel], saved: Mapping[str, Any]) -> dict[str, Any]:
+    filled = dict(saved)
+    for name, field in model.model_fields.items():
+        section = _section_of(field.annotation)
+        if name in saved:
+            if section is not None and isinstance(saved[name], Mapping):
+                filled[name] = _with_defaults(section, saved[name])
+        elif not field.is_required():
+            filled[name] = to_jsonable_python(field.get_default(call_default_factory=True))
+    return filled
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    candidates = (annotation, *get_args(annotation))
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
 
 
 def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:

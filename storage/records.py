@@ -166,7 +166,7 @@ class BufferedGroup:
 
 @dataclass(frozen=True, slots=True)
 class TrainedGroup:
-    """A group trained since the anchor, with the step that trained it and its place in that step."""
+    """A group trained since the newest durable checkpoint, with the step that trained it and its place there."""
 
     step: int
     position: int
@@ -221,6 +221,11 @@ class RolloutState:
     spares: tuple[PromptRef, ...] = ()
     dropped: tuple[DroppedPrompt, ...] = ()
     trained: tuple[TrainedGroup, ...] = ()
+
+    @property
+    def model_step(self) -> int:
+        """The train step of the model this state stands on; its trained groups lead from there to `train_steps`."""
+        return min((trained.step for trained in self.trained), default=self.progress.train_steps + 1) - 1
 
     def row_ids(self) -> dict[str, RowKind]:
         """Ids of every row this state refers to, with their kinds."""

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from storage.algorithm_config import AlgorithmConfig
 from storage.async_rl_config import AsyncRlConfig
+from storage.checkpointing_config import CheckpointingConfig
 from storage.config_section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 from storage.records import RecoveryLevel
 
@@ -54,21 +55,6 @@ class GenerationConfig(Section):
     kv_cache_bytes: PositiveInt = Field(64 << 20, description="KV cache of one engine, in bytes (CPU).")
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(0.85, description="vLLM's share of a GPU.")
     tensor_parallel_size: PositiveInt = Field(1, description="GPUs of one engine.")
-
-
-class CheckpointingConfig(Section):
-    """Trainer checkpoints and what a resumed run starts from."""
-
-    save_period: PositiveInt = Field(1, description="Train steps between trainer checkpoints.")
-    keep: PositiveInt = Field(3, description="Newest trainer checkpoints that retention keeps.")
-    save_data_plane: bool = Field(True, description="Trainer checkpoints hold the replay buffer's rows too.")
-    restore_mode: Literal["latest", "trainer_checkpoint"] = Field(
-        "latest", description="'trainer_checkpoint' ignores rollout snapshots."
-    )
-    allow_older: bool = Field(True, description="Pass over an invalid bundle and restore an older one (reported).")
-    load_replay_buffer: bool = Field(
-        True, description="False: saved groups are checked, then their prompts are generated again."
-    )
 
 
 class RolloutCheckpointingConfig(Section):

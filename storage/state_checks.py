@@ -107,6 +107,15 @@ def _buffered_defects(group: BufferedGroup) -> Iterator[str]:
 
 def _trained_defects(state: RolloutState) -> Iterator[str]:
     yield from _duplicates("place", (f"{t.position} of step {t.step}" for t in state.trained))
+    sizes, last = Counter(t.step for t in state.trained), state.progress.train_steps
+    if sizes and len(sizes) != len(range(state.model_step + 1, last + 1)):
+        yield f"trained groups are those of steps {sorted(sizes)[:9]}, which do not lead to step {last} without a gap"
+    for trained in state.trained:
+        if not 0 <= trained.position < sizes[trained.step]:
+            yield (
+                f"group {trained.group.group_id} has place {trained.position} of the {sizes[trained.step]} of step "
+                f"{trained.step}"
+            )
     for trained in state.trained:
         if trained.step > state.progress.train_steps:
             yield (

@@ -109,6 +109,8 @@ class FakeRuntime:
         self.live: dict[str, Any] | None = None
         self.committed = 0
         self.end_of_data_after: int | None = None
+        self.durable_after: dict[int, int] = {}
+        self.checkpoint_failure: str | None = None
         self._errors: dict[str, list[BaseException]] = {}
 
     @property
@@ -176,16 +178,21 @@ class FakeRuntime:
             if self.end_of_data_after is not None and step > self.end_of_data_after:
                 return [*reports, {"step": step - 1, "end_of_data": True}]
             self.committed = max(self.committed, step)
-            reports.append({"step": step, "rewards_mean": step / 100, "seconds": 0.1})
+            durable = {"durable_step": self.durable_after[step]} if step in self.durable_after else {}
+            reports.append({"step": step, "rewards_mean": step / 100, "seconds": 0.1, **durable})
         return reports
 
     async def attempt_snapshot(self, number: int, *, force: bool, incarnation: str) -> dict[str, Any]:
         self._note("forced snapshot" if force else "snapshot")
         return {"outcome": "completed", "number": number, "sequence": 1}
 
+    async def checkpoint(self, *, incarnation: str) -> dict[str, Any]:
+        self._note("checkpoint")
+        return {"outcome": "completed", "step": self.committed, "sequence": 1}
+
     async def close(self, *, snapshot: bool) -> dict[str, Any]:
         self._note(f"close snapshot={snapshot}")
-        return {"state": "ended"}
+        return {"state": "ended", "checkpoint_failure": self.checkpoint_failure}
 
     def _living(self) -> dict[str, Any]:
         if self.live is None:

@@ -32,7 +32,12 @@ class RolloutPump:
         return self._runner.running
 
     async def run(self) -> None:
-        """Run until every prompt is taken and every group has left the ledger. An error of one group ends all."""
+        """Run until every prompt is taken and every group has left the ledger. An error of one group ends all.
+
+        While recorded steps are trained again, the generators hold weights that nothing may be started from.
+        """
+        state = self._parts.state
+        await state.changed.wait_for(lambda: state.generator_version >= state.rollout_step)
         async with asyncio.TaskGroup() as tasks:
             await self._launch_restored(tasks)
             while batch := await self._reserve_batch():

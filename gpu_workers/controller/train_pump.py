@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gpu_workers.controller.barrier import Mutation
 from gpu_workers.controller.parts import RolloutParts
 from gpu_workers.controller.ports import StepResult, Trainer
 from gpu_workers.controller.row_assembly import digest_of_rows
@@ -71,9 +72,10 @@ class TrainPump:
             )
         await self._release_claims()  # of a try that was cancelled twice, before it could do so itself
         await self._weight_sync.ensure(state.trainer_version)
+        recorded = state.recorded.batch(step)
         started = time.perf_counter()
         try:
-            fed = await self._feed(step)
+            fed = await (self._feed(step) if recorded is None else self._feed_again(step, recorded))
         except BaseException:
             await self._release_claims()
             raise
@@ -81,9 +83,23 @@ class TrainPump:
             return None
         result = await self._commit(step, fed.groups)
         # Before the refit: a step whose refit fails is committed all the same, and its retry must find the report.
-        self._reports[step] = self._report(result, fed, time.perf_counter() - started)
+        seconds, replayed = time.perf_counter() - started, recorded is not None
+        self._reports[step] = self._report(result, fed, seconds, replayed=replayed)
         await self._weight_sync.ensure(state.trainer_version)
         return self._reports[step]
+
+    async def _feed_again(self, step: int, groups: Sequence[BufferedGroup]) -> _FedStep:
+        """A batch that was trained before the restart, in its order; nothing is selected, claimed or generated."""
+        fed = _FedStep()
+        fed.add(groups, self._parts.rows.rows(row for group in groups for row in group.row_ids))
+        await self._trainer.begin_step(step)
+        await self._accumulate(groups)
+        await self._trainer.flush_microbatches()
+        return fed
+
+    def report(self, step: int) -> Mapping[str, Any]:
+        """What this process's training of `step` came to; empty for a step that another process trained."""
+        return self._reports.get(step, {})
 
     async def _release_claims(self) -> None:
         """Give back what a step has claimed that did not commit."""
@@ -162,8 +178,7 @@ class TrainPump:
         try:
             result = await self._trainer.finish_step(step)
             async with parts.barrier.mutation("commit_step") as mutation:
-                parts.rows.remove(mutation, [row for group in groups for row in group.row_ids])
-                parts.buffer.drop(mutation, groups)
+                self._let_go(mutation, step, groups)
                 state.shortfall.pop(state.trainer_version, None)
                 state.train_steps = step
                 state.trainer_version += 1
@@ -178,7 +193,20 @@ class TrainPump:
         state.changed.notify()
         return result
 
-    def _report(self, result: StepResult, fed: _FedStep, seconds: float) -> Mapping[str, Any]:
+    def _let_go(self, mutation: Mutation, step: int, groups: Sequence[BufferedGroup]) -> None:
+        """The buffer gives a trained batch up. Its rows stay until a trainer checkpoint has made the step durable:
+        a restart trains them again. Without rollout snapshots nothing could, and they go at once.
+        """
+        parts = self._parts
+        if parts.state.recorded.batch(step) is not None:
+            return
+        parts.buffer.drop(mutation, groups)
+        if parts.config.rollout_checkpointing.enabled:
+            parts.state.recorded.record(mutation, step, groups)
+        else:
+            parts.rows.remove(mutation, [row for group in groups for row in group.row_ids])
+
+    def _report(self, result: StepResult, fed: _FedStep, seconds: float, *, replayed: bool) -> Mapping[str, Any]:
         groups = fed.groups
         rewards = [reward for group in groups for reward in group.rewards]
         report = {
@@ -194,6 +222,7 @@ class TrainPump:
             "rollouts_sha256": digest_of_rows(fed.digests),
             "seconds": seconds,
             "waited_s": fed.waited_s,
+            "replayed": replayed,
         }
         self._parts.trace.record("train_step", **report)
         return report

@@ -53,8 +53,7 @@ class FakeDataset:
         return (1, 2, ordinal % 50 + salt), json.dumps({"ordinal": ordinal})
 
     def fingerprint(self) -> str:
-        prompts = [self.prompt(ordinal) for ordinal in range(self._size)]
-        return hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([self.prompt(n) for n in range(self._size)]).encode()).hexdigest()
 
 
 class FakeGenerator:
@@ -130,6 +129,7 @@ class FakeTrainer:
     def __init__(self, store: Store) -> None:
         self._store = store
         self.weights = "initial"
+        self.copies: dict[str, str] = {}
         self.pending: list[str] = []
         self.trained: list[list[str]] = []
         self.finished: dict[int, StepResult] = {}
@@ -166,10 +166,13 @@ class FakeTrainer:
     async def publish_weights(self, version: int) -> WeightsRef:
         return WeightsRef(version, f"fake:{self.weights}")
 
-    async def save(self, prefix: str) -> Sequence[Mapping[str, Any]]:
+    async def begin_save(self, prefix: str) -> None:
+        self.copies[prefix] = self.weights
+
+    async def finish_save(self, prefix: str) -> Sequence[Mapping[str, Any]]:
         await self._wait_at("save", self.save_gate)
         self.before_save()
-        entry = CheckpointFiles(self._store, prefix).put("weights.txt", self.weights.encode(), "weights")
+        entry = CheckpointFiles(self._store, prefix).put("weights.txt", self.copies[prefix].encode(), "weights")
         return [entry.model_dump()]
 
     async def restore(self, files: Sequence[Mapping[str, Any]] | None) -> None:
@@ -231,16 +234,14 @@ class World:
         workers["clock"] = self.clock
         if self.assemble is not None:
             workers["assemble"] = self.assemble
-        self.controller = SingleController(
-            self.config, dataset=self.dataset, bundles=self.bundles, trace=self.trace, **workers
-        )
+        parts = {"dataset": self.dataset, "bundles": self.bundles, "trace": self.trace}
+        self.controller = SingleController(self.config, **parts, **workers)
         return self.controller
 
     def plan(self) -> RestorePlan:
         """What selection picks in this store now."""
         saved = self.config.checkpointing
-        layout = RunLayout(self.config.name)
-        chosen = select(self.store, layout, mode=saved.restore_mode, allow_older=saved.allow_older)
+        chosen = select(self.store, RunLayout(self.config.name), mode=saved.restore_mode, allow_older=saved.allow_older)
         return RestorePlan(*(None if m is None else m.sequence for m in (chosen.target, chosen.anchor)))
 
     async def start(self) -> SingleController:
@@ -306,18 +307,23 @@ class World:
         parts, cut = self.controller.parts, Cut("check")
         dropped, spares = tuple(parts.state.dropped), tuple(parts.state.spares)
         ledger, buffer = parts.ledger.capture(cut), parts.buffer.capture(cut)
-        state = RolloutState(parts.progress(cut), ledger, buffer, spares, dropped)
+        trained = parts.state.recorded.capture(cut, after=0)
+        state = RolloutState(parts.progress(cut), ledger, buffer, spares, dropped, trained)
         self.require_whole(state, set(parts.rows.capture(cut)))
-        running = self.controller.describe()["running_groups"]
-        assert running <= min(len(ledger), self.config.generation.max_inflight_groups)  # I5
+        limit = min(len(ledger), self.config.generation.max_inflight_groups)
+        assert self.controller.describe()["running_groups"] <= limit  # I5
 
     def require_whole(self, state: RolloutState, rows: set[str]) -> None:
         """Every passed prompt has one owner (I1, I2), rows are the index (I3), stamps are used up exactly (I4)."""
         assert defects(state) == []
         progress, size = state.progress, self.config.algorithm.num_prompts_per_step
         history = self.history()
-        owners = Counter(group for step in range(1, progress.train_steps + 1) for group in history[step])
+        owners = Counter(group for step in range(1, state.model_step + 1) for group in history[step])
+        owners.update(trained.group.group_id for trained in state.trained)
         owners.update(group.group_id for group in (*state.ledger, *state.buffer, *state.spares))
+        for step in range(state.model_step + 1, progress.train_steps + 1):  # trained again with the same groups
+            groups = [trained.group.group_id for trained in state.trained if trained.step == step]
+            assert history.get(step, groups) == groups
         owners.update(dropped.prompt.group_id for dropped in state.dropped)
         assert owners == Counter(self.passed(progress.source))
         assert rows == set(state.row_ids())

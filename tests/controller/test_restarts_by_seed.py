@@ -12,6 +12,11 @@ from storage.errors import InfrastructureFailure, MidflightError, StoreUnavailab
 DATA = Failure(infrastructure=False, message="the answer can't be scored")
 INFRASTRUCTURE = Failure(infrastructure=True, message="503 from the engine")
 LIVES = 3
+SAVING = (
+    {},
+    {"async_save": True},
+    {"async_save": True, "defer_async_checkpoint_finalize": True},
+)
 
 
 class Fate:
@@ -36,7 +41,11 @@ class Fate:
                 "retry_backoff_s": 0.0001,
                 "retry_backoff_max_s": 0.0001,
             },
-            "checkpointing": {"save_period": draw((1, 1, 2)), "save_data_plane": draw((True, True, False))},
+            "checkpointing": {
+                "save_period": draw((1, 2, 3, 5, 10)),
+                "save_data_plane": draw((True, True, False)),
+                **draw(SAVING),
+            },
             "rollout_recovery": {"target_level": draw(("sibling", "prompt_group"))},
         }
         for section, values in more.items():

@@ -1,7 +1,8 @@
 """Real Prefect, Ray, vLLM, torch and files: a run that is killed again and again ends like one that never was.
 
 The run is synchronous (lookahead 0), so that it is a function of its seed: after every restore rollouts and weights
-have the hashes of the uninterrupted run, bit for bit.
+have the hashes of the uninterrupted run, bit for bit. Trainer checkpoints are rarer than steps, so that batches trained
+since the last one are trained again.
 """
 
 import time
@@ -28,6 +29,7 @@ SETTINGS = {
     "algorithm__num_prompts_per_step": PROMPTS,
     "async_rl__max_lookahead_versions": 0,
     "generation__max_num_seqs": 2,
+    "checkpointing__save_period": 3,
     "rollout_checkpointing__interval_s": 0.2,
 }
 
@@ -102,6 +104,11 @@ def step_committed(step: int) -> Callable[[Sequence[Event]], bool]:
     return lambda events: any(e["event"] == "train_step" and int(e["step"]) >= step for e in events)
 
 
+def replaying(events: Sequence[Event]) -> bool:
+    """A recorded batch was just trained again; others may follow."""
+    return any(e["event"] == "train_step" and e["replayed"] for e in events)
+
+
 def restored(events: Sequence[Event]) -> bool:
     """The restore chain has just ended; no step was trained since."""
     return any(e["event"] == "checkpoint_restored" for e in events)
@@ -113,15 +120,16 @@ def effective_hashes(events: Sequence[Event]) -> dict[int, tuple[str, str]]:
     return {int(e["step"]): (e["rollouts_sha256"], e["weights_sha256"]) for e in trained}
 
 
-def test_a_run_killed_four_times_is_bitwise_the_run_that_was_never_stopped(midflight_home, train_command):
+def test_a_run_killed_five_times_is_bitwise_the_run_that_was_never_stopped(midflight_home, train_command):
     midflight = midflight_home
     whole = midflight.run(*train_command("whole", SETTINGS))
     assert whole.code == 0, whole.text
 
     moments = [
         snapshot_with_sealed_siblings(step=0),  # before the first step: restored onto the initial model
-        snapshot_with_sealed_siblings(step=2),
-        step_committed(4),  # while its trainer checkpoint is being written
+        snapshot_with_sealed_siblings(step=2),  # the steps that led there are trained again from their batches
+        replaying,  # while they are
+        step_committed(3),  # while its trainer checkpoint is being written
         restored,  # again, before any step
     ]
     frozen: list[list[Event]] = []
@@ -137,10 +145,12 @@ def test_a_run_killed_four_times_is_bitwise_the_run_that_was_never_stopped(midfl
     assert effective_hashes(midflight.events("killed")) == expected
 
     restores = [e for e in midflight.events("killed") if e["event"] == "checkpoint_restored"]
-    assert len(restores) == 4
+    assert len(restores) == 5
+    assert int(restores[1]["steps_to_replay"]) == int(restores[2]["steps_to_replay"]) >= 2
     for life, restore in zip(frozen[:2], restores[:2], strict=True):
         snapshot = next(e for e in reversed(life) if e["event"] == "snapshot_attempt" and e["outcome"] == "completed")
         assert 0 < int(snapshot["sealed_siblings"]) == int(restore["siblings_reused"])
     accounts = audit(midflight.store, RunLayout("killed"))
     assert not accounts.problems
+    assert accounts.steps_rolled_back >= 2
     assert accounts.pairs_trained == STEPS * PROMPTS * GENERATIONS
