@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from pydantic import ValidationError
 
+from gpu_workers.controller.checkpoint_schedule import Trigger
 from gpu_workers.controller.row_assembly import digest_of_rows
 from storage.errors import BatchIncomplete, BrokenInvariant, InfrastructureFailure
 
@@ -111,7 +112,7 @@ async def test_scenario_45_a_trainer_checkpoint_is_refused_while_a_streamed_step
     world, controller, step = await _half_fed(make_world)
     before = world.store.changes()
     with pytest.raises(BrokenInvariant, match="while a train step holds claimed groups"):
-        await controller._snapshotter.trainer_checkpoint(0)
+        await controller._checkpoints.save(0, Trigger.REQUEST)
     assert world.store.changes() == before
     step.cancel()
     await world.kill()
