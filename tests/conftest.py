@@ -1,5 +1,7 @@
-"""What tests of several packages share: a store whose chosen calls fail or wait, and a runtime without Ray."""
+"""What tests of several packages share: a store whose calls can fail or wait, a runtime without Ray, made-up prompts."""
 
+import hashlib
+import json
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -210,3 +212,28 @@ class FakeRuntime:
 def fake_runtime() -> FakeRuntime:
     """The runtime of a run named `run`, not started yet."""
     return FakeRuntime(RunConfig(name="run"))
+
+
+class FakeDataset:
+    """Procedural prompts; `changed` ordinals have another content, as if the dataset had been swapped."""
+
+    def __init__(self, size: int, changed: frozenset[int] = frozenset()) -> None:
+        self._size = size
+        self._changed = changed
+
+    def __len__(self) -> int:
+        return self._size
+
+    def prompt(self, ordinal: int) -> tuple[tuple[int, ...], str]:
+        salt = 7 if ordinal in self._changed else 0
+        return (1, 2, ordinal % 50 + salt), json.dumps({"ordinal": ordinal})
+
+    def fingerprint(self) -> str:
+        prompts = [self.prompt(ordinal) for ordinal in range(self._size)]
+        return hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
+
+
+@pytest.fixture
+def fake_dataset() -> Callable[..., FakeDataset]:
+    """Makes datasets: `fake_dataset(size)`."""
+    return FakeDataset

@@ -21,6 +21,7 @@ from gpu_workers.controller.ports import Failure, GroupOrder, SiblingResult, Ste
 from gpu_workers.controller.prompt_source import PromptSource
 from gpu_workers.controller.published_bundles import PublishedBundles
 from gpu_workers.controller.restorer import RestorePlan
+from gpu_workers.controller.row_assembly import assemble_group
 from gpu_workers.controller.single_controller import SingleController
 from storage.audit import Audit, account
 from storage.catalog import select
@@ -36,24 +37,6 @@ from storage.snapshot_reader import RestoredBundle
 from storage.state_checks import defects
 
 _MEMORY_DISK = "/dev/shm"  # noqa: S108
-
-
-class FakeDataset:
-    """Procedural prompts; `changed` ordinals have another content, as if the dataset had been swapped."""
-
-    def __init__(self, size: int, changed: frozenset[int] = frozenset()) -> None:
-        self._size = size
-        self._changed = changed
-
-    def __len__(self) -> int:
-        return self._size
-
-    def prompt(self, ordinal: int) -> tuple[tuple[int, ...], str]:
-        salt = 7 if ordinal in self._changed else 0
-        return (1, 2, ordinal % 50 + salt), json.dumps({"ordinal": ordinal})
-
-    def fingerprint(self) -> str:
-        return hashlib.sha256(json.dumps([self.prompt(n) for n in range(self._size)]).encode()).hexdigest()
 
 
 class FakeGenerator:
@@ -207,12 +190,12 @@ class World:
 
     config: RunConfig
     store: Any  # a `TroubledStore` of tests/conftest.py
-    dataset: FakeDataset
+    dataset: Any  # a `FakeDataset` of tests/conftest.py
     incarnations: int = 0
     lives: list[tuple[int, FactTrace]] = field(default_factory=list)
     generator: FakeGenerator = field(default_factory=FakeGenerator)
     trace: FactTrace = field(default_factory=FactTrace)
-    assemble: Callable[..., Any] | None = None  # instead of `row_assembly.assemble_group`
+    assemble: Callable[..., Any] = assemble_group
     clock: Callable[[], float] = time.monotonic
     supervised: Callable[[FakeGenerator], Any] = lambda generator: generator
 
@@ -230,10 +213,8 @@ class World:
         saving = {"checkpointing": self.config.checkpointing, "snapshots": self.config.rollout_checkpointing}
         self.bundles = PublishedBundles(self.store, self.layout, log, **saving)
         self.generator, self.trainer, self.trace = FakeGenerator(), FakeTrainer(self.store), FactTrace(log.writer)
-        workers: dict[str, Any] = {"generator": self.supervised(self.generator), "trainer": self.trainer}
-        workers["clock"] = self.clock
-        if self.assemble is not None:
-            workers["assemble"] = self.assemble
+        workers = {"generator": self.supervised(self.generator), "trainer": self.trainer}
+        workers |= {"assemble": self.assemble, "clock": self.clock}
         parts = {"dataset": self.dataset, "bundles": self.bundles, "trace": self.trace}
         self.controller = SingleController(self.config, **parts, **workers)
         return self.controller
@@ -395,13 +376,13 @@ def data_failure() -> Failure:
 
 
 @pytest.fixture
-def make_world(troubled: Callable[[Store], Any]) -> Iterator[Callable[..., World]]:
+def make_world(troubled: Callable[[Store], Any], fake_dataset: Callable[..., Any]) -> Iterator[Callable[..., World]]:
     """Worlds on a local store of their own; in memory where the system has a disk there, since each write is synced."""
 
-    def make(*, dataset: FakeDataset | None = None, **sections: Any) -> World:
+    def make(*, dataset: Any = None, **sections: Any) -> World:
         config = make_config(**sections)
         place = tempfile.mkdtemp(dir=folder)
-        return World(config, troubled(open_store(place)), dataset or FakeDataset(config.data.num_prompts))
+        return World(config, troubled(open_store(place)), dataset or fake_dataset(config.data.num_prompts))
 
     with tempfile.TemporaryDirectory(dir=_MEMORY_DISK if os.access(_MEMORY_DISK, os.W_OK) else None) as folder:
         yield make

@@ -128,7 +128,7 @@ async def test_scenario_27_a_failed_call_after_submission_is_fatal_not_retried_a
     await world.kill()
     assert world.store.changes() == changes
 
-    world.assemble = None
+    world.assemble = assemble_group
     controller = await world.start()
     (report,) = await world.train(1, 1)
     assert lost in report["group_ids"]
@@ -241,7 +241,7 @@ async def test_scenario_31_groups_that_queued_at_a_kill_are_finalized_by_the_nex
     await world.kill()
     assembly.release()
     assert len(assembly.entered) == 1
-    world.assemble = None
+    world.assemble = assemble_group
     await world.start()
     (report,) = await world.train(1, 1)
     assert not set(report["group_ids"]) & {order.group_id for order in world.generator.orders}
