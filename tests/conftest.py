@@ -1,4 +1,4 @@
-"""What tests of several packages share: a store whose calls can fail or wait, a runtime without Ray, made-up prompts."""
+"""What tests of several packages share: a store whose calls fail or wait, a runtime without Ray, made-up prompts."""
 
 import hashlib
 import json
