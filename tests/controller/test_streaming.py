@@ -108,6 +108,31 @@ async def test_scenario_37_after_a_kill_in_its_middle_claimed_groups_are_trained
     await world.kill()
 
 
+async def test_a_streamed_step_that_is_trained_again_after_a_restart_keeps_its_order(make_world):
+    world = make_world(
+        async_rl={"min_groups_for_streaming_train": 2}, checkpointing={"save_period": 9}, algorithm={"max_steps": 9}
+    )
+    world.boot()
+    order = world.passed_by(4)
+    world.generator.held = lambda group_id, index: group_id in order[:2]
+    controller = await world.restore(world.plan())
+    step = asyncio.create_task(controller.train_steps(1, 1))
+    await world.settle(lambda: len(world.trainer.pending) == 4)
+    world.generator.release()
+    (first,) = await step
+    assert (first["group_ids"], first["chunks"]) == ([*order[2:], *order[:2]], [2, 2])
+    await world.snapshot(1)
+    await world.kill()
+    await world.start()
+    (again,) = await world.train(1, 1)
+    assert again["replayed"]
+    for key in ("group_ids", "rollouts_sha256", "weights_sha256", "batch_age"):
+        assert again[key] == first[key]
+    await world.train(2, 3)
+    assert not world.audit().problems
+    await world.kill()
+
+
 async def test_scenario_45_a_trainer_checkpoint_is_refused_while_a_streamed_step_waits_for_its_next_chunk(make_world):
     world, controller, step = await _half_fed(make_world)
     before = world.store.changes()
