@@ -16,7 +16,7 @@ from gpu_workers.controller.barrier import Mutation
 from gpu_workers.controller.failures import FailurePolicy
 from gpu_workers.controller.parts import RolloutParts
 from gpu_workers.controller.stale_groups import count_skipped, has_failed
-from storage.records import BufferedGroup, DroppedPrompt, LedgerGroup, PromptRef, Sibling
+from storage.records import BufferedGroup, DroppedPrompt, LedgerGroup, PromptRef
 
 
 class FailedGroups:
@@ -26,39 +26,37 @@ class FailedGroups:
         self._parts = parts
         self._policy = FailurePolicy(parts.config)
 
-    async def give_up(self, group_id: str, spent: Sibling, message: str) -> str | None:
+    async def give_up(self, group_id: str, message: str, *, infrastructure: bool) -> str | None:
         """Discard a group that failed with `message`; returns the id of the group to run instead, if any.
 
         Raises the original failure when the run may not give up one more prompt, `BatchIncomplete` when the step
-        would become too small.
+        would become too small; nothing is changed then.
         """
         parts, state = self._parts, self._parts.state
         async with parts.barrier.mutation("give_up") as mutation:
             group = parts.ledger.group(group_id)
-            self._require_allowed(group, spent, message)
-            replaces = self._has_spare(group)
-            if not replaces and group.target_step is not None:
-                shortfall = state.shortfall.get(group.target_step, 0) + 1
-                self._policy.require_step_size(group.target_step, shortfall=shortfall)
-                state.shortfall[group.target_step] = shortfall
-            parts.ledger.discard(mutation, group_id)
+            self._policy.require_skippable(
+                group_id,
+                already_skipped=count_skipped(state.dropped),
+                in_a_row=self._failed_in_a_row(group.prompt),
+                infrastructure=infrastructure,
+                message=message,
+            )
+            replaces, stamp = self._has_spare(group), group.target_step
+            shortfall = 0 if replaces or stamp is None else state.shortfall.get(stamp, 0) + 1
+            if stamp is not None and shortfall:
+                self._policy.require_step_size(stamp, shortfall=shortfall)
             sealed = [s.sealed for s in group.siblings if s.sealed is not None]
             parts.rows.remove(mutation, [key for result in sealed for key in result.call_keys])
-            state.dropped.append(DroppedPrompt(group.prompt, message[:500], group.target_step))
+            parts.ledger.discard(mutation, group_id)
+            if stamp is not None and shortfall:
+                state.shortfall[stamp] = shortfall
+            state.dropped.append(DroppedPrompt(group.prompt, message[:500], stamp))
             lender = self._lender(group) if replaces else None
             replacement = self._fill(mutation, group, lender) if replaces else None
         self._record(group, message, lender, replacement)
         state.changed.notify()
         return None if replacement is None else replacement.group_id
-
-    def _require_allowed(self, group: LedgerGroup, spent: Sibling, message: str) -> None:
-        self._policy.require_skippable(
-            group.group_id,
-            already_skipped=count_skipped(self._parts.state.dropped),
-            in_a_row=self._failed_in_a_row(group.prompt),
-            infrastructure=not self._policy.is_data_spent(spent),
-            message=message,
-        )
 
     def _failed_in_a_row(self, prompt: PromptRef) -> int:
         """Prompts that failed for good right before and after this one in the order of the data.

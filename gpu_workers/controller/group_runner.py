@@ -62,7 +62,8 @@ class GroupRunner:
             spent = next((s for s in owed if self._policy.is_spent(s)), None)
             if spent is not None:
                 reason = message or self._policy.explain_interruptions(spent)
-                return await self._failed_groups.give_up(group_id, spent, reason)
+                infrastructure = not self._policy.is_data_spent(spent)
+                return await self._failed_groups.give_up(group_id, reason, infrastructure=infrastructure)
             pause_s = max(map(self._policy.pause_s, owed))
             if pause_s:
                 await asyncio.sleep(pause_s)
