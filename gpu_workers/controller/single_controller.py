@@ -9,6 +9,7 @@ It moves metadata only. It knows neither Ray nor Prefect; `controller_actor.py` 
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from enum import StrEnum
 from typing import Any
 
@@ -31,10 +32,12 @@ from gpu_workers.controller.stale_groups import StaleGroups
 from gpu_workers.controller.train_pump import TrainPump
 from gpu_workers.controller.watchdog import Watchdog
 from gpu_workers.controller.weight_sync import WeightSync
-from storage.errors import BrokenInvariant, StaleIncarnation
+from storage.errors import BrokenInvariant, MidflightError, StaleIncarnation
 from storage.identity import identity
 from storage.manifests import Anchor
 from storage.run_config import RunConfig
+
+_EARLY_SNAPSHOT = -1  # drivers number theirs from 1
 
 
 class ControllerState(StrEnum):
@@ -92,6 +95,7 @@ class SingleController:
         self._started: tuple[RestorePlan, Mapping[str, Any]] | None = None
         self._rollouts: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
+        self._early_snapshot: asyncio.Task[None] | None = None
         self._checkpointed_step = 0
         self._state = ControllerState.EMPTY
 
@@ -117,6 +121,8 @@ class SingleController:
             if link != "redispatch":
                 return await self._restorer.run_link(link, plan)
             self._started = (plan, await self._start(plan))
+            if await asyncio.to_thread(self._bundles.follows_silent_life, plan.target):
+                self._early_snapshot = asyncio.create_task(self._record_dispatch(), name="early snapshot")
             return self._started[1]
 
     async def restore(self, plan: RestorePlan) -> None:
@@ -162,6 +168,11 @@ class SingleController:
         """One numbered snapshot attempt; the same number gives the same outcome again."""
         self._require_running("attempt_snapshot")
         return await self._snapshotter.attempt(number, force=force)
+
+    async def _record_dispatch(self) -> None:
+        """Save at once what runs now: a prompt that crashes the run before the next snapshot must be counted too."""
+        with suppress(MidflightError):
+            await self._snapshotter.attempt(_EARLY_SNAPSHOT, force=True)
 
     def park(self) -> None:
         """Launch nothing new; running groups end and are kept."""
