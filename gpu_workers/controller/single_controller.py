@@ -38,6 +38,7 @@ from storage.manifests import Anchor
 from storage.run_config import RunConfig
 
 _EARLY_SNAPSHOT = -1  # drivers number theirs from 1
+_TURNS_TO_DISPATCH = 10  # of the event loop, after which all restored groups that there is room for are dispatched
 
 
 class ControllerState(StrEnum):
@@ -120,8 +121,9 @@ class SingleController:
             self._state = ControllerState.RESTORING
             if link != "redispatch":
                 return await self._restorer.run_link(link, plan)
+            follows_silent_life = await asyncio.to_thread(self._bundles.follows_silent_life, plan.target)
             self._started = (plan, await self._start(plan))
-            if await asyncio.to_thread(self._bundles.follows_silent_life, plan.target):
+            if follows_silent_life:
                 self._early_snapshot = asyncio.create_task(self._record_dispatch(), name="early snapshot")
             return self._started[1]
 
@@ -171,6 +173,8 @@ class SingleController:
 
     async def _record_dispatch(self) -> None:
         """Save at once what runs now: a prompt that crashes the run before the next snapshot must be counted too."""
+        for _ in range(_TURNS_TO_DISPATCH):
+            await asyncio.sleep(0)
         with suppress(MidflightError):
             await self._snapshotter.attempt(_EARLY_SNAPSHOT, force=True)
 
