@@ -30,40 +30,34 @@ class FailedGroups:
         """Discard a group that failed with `message`; returns the id of the group to run instead, if any.
 
         Raises the original failure when the run may not give up one more prompt, `BatchIncomplete` when the step
-        would become too small.
+        would become too small; nothing is changed then.
         """
         parts, state = self._parts, self._parts.state
         async with parts.barrier.mutation("give_up") as mutation:
             group = parts.ledger.group(group_id)
-            self._require_allowed(group, message, infrastructure=infrastructure)
-            replaces = self._has_spare(group)
-            shrinks = {} if replaces or group.target_step is None else self._shrunk(group.target_step)
+            self._policy.require_skippable(
+                group_id,
+                already_skipped=count_skipped(state.dropped),
+                in_a_row=self._failed_in_a_row(group.prompt),
+                infrastructure=infrastructure,
+                message=message,
+            )
+            replaces, stamp = self._has_spare(group), group.target_step
+            shortfall = 0 if replaces or stamp is None else state.shortfall.get(stamp, 0) + 1
+            if stamp is not None and shortfall:
+                self._policy.require_step_size(stamp, shortfall=shortfall)
             sealed = [s.sealed for s in group.siblings if s.sealed is not None]
             # First: a clean-up that fails keeps its owner.
             parts.rows.remove(mutation, [key for result in sealed for key in result.call_keys])
             parts.ledger.discard(mutation, group_id)
-            state.shortfall.update(shrinks)
-            state.dropped.append(DroppedPrompt(group.prompt, message[:500], group.target_step))
+            if stamp is not None and shortfall:
+                state.shortfall[stamp] = shortfall
+            state.dropped.append(DroppedPrompt(group.prompt, message[:500], stamp))
             lender = self._lender(group) if replaces else None
             replacement = self._fill(mutation, group, lender) if replaces else None
         self._record(group, message, lender, replacement)
         state.changed.notify()
         return None if replacement is None else replacement.group_id
-
-    def _shrunk(self, step: int) -> dict[int, int]:
-        """The shortfall of a step that lacks one more group. Raises `BatchIncomplete` when it would be too small."""
-        shortfall = self._parts.state.shortfall.get(step, 0) + 1
-        self._policy.require_step_size(step, shortfall=shortfall)
-        return {step: shortfall}
-
-    def _require_allowed(self, group: LedgerGroup, message: str, *, infrastructure: bool) -> None:
-        self._policy.require_skippable(
-            group.group_id,
-            already_skipped=count_skipped(self._parts.state.dropped),
-            in_a_row=self._failed_in_a_row(group.prompt),
-            infrastructure=infrastructure,
-            message=message,
-        )
 
     def _failed_in_a_row(self, prompt: PromptRef) -> int:
         """Prompts that failed for good right before and after this one in the order of the data.

@@ -100,3 +100,9 @@ class PublishedBundles:
         """Restored rows lie in published parts already: they are referred to, not written again."""
         with self._lock:
             self._writer.adopt(bundle.placements)
+
+    def follows_silent_life(self, target: int | None) -> bool:
+        """Whether an earlier controller took the run over after bundle `target` and published nothing."""
+        since = -1 if target is None else target
+        claims = [slot for slot in self._log.read() if isinstance(slot, Manifest) and slot.kind == "claim"]
+        return any(claim.sequence > since and claim.writer != self._log.writer for claim in claims)

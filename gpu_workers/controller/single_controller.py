@@ -9,6 +9,7 @@ It moves metadata only. It knows neither Ray nor Prefect; `controller_actor.py` 
 import asyncio
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from enum import StrEnum
 from typing import Any
 
@@ -35,10 +36,13 @@ from gpu_workers.controller.train_pump import TrainPump
 from gpu_workers.controller.trainer_checkpoints import TrainerCheckpoints
 from gpu_workers.controller.watchdog import Watchdog
 from gpu_workers.controller.weight_sync import WeightSync
-from storage.errors import BrokenInvariant, ConfigurationError, StaleIncarnation
+from storage.errors import BrokenInvariant, ConfigurationError, MidflightError, StaleIncarnation
 from storage.identity import identity
 from storage.manifests import Anchor
 from storage.run_config import RunConfig
+
+_EARLY_SNAPSHOT = -1  # drivers number theirs from 1
+_TURNS_TO_DISPATCH = 10  # of the event loop, after which all restored groups that there is room for are dispatched
 
 
 class ControllerState(StrEnum):
@@ -103,6 +107,7 @@ class SingleController:
         self._started: tuple[RestorePlan, Mapping[str, Any]] | None = None
         self._rollouts: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
+        self._early_snapshot: asyncio.Task[None] | None = None
         self._state = ControllerState.EMPTY
 
     @property
@@ -126,7 +131,10 @@ class SingleController:
             self._state = ControllerState.RESTORING
             if link != "redispatch":
                 return await self._restorer.run_link(link, plan)
+            follows_silent_life = await asyncio.to_thread(self._bundles.follows_silent_life, plan.target)
             self._started = (plan, await self._start(plan))
+            if follows_silent_life:
+                self._early_snapshot = asyncio.create_task(self._record_dispatch(), name="early snapshot")
             return self._started[1]
 
     async def restore(self, plan: RestorePlan) -> None:
@@ -188,6 +196,13 @@ class SingleController:
         """One numbered snapshot attempt; the same number gives the same outcome again."""
         self._require_running("attempt_snapshot")
         return await self._snapshotter.attempt(number, force=force)
+
+    async def _record_dispatch(self) -> None:
+        """Save at once what runs now: a prompt that crashes the run before the next snapshot must be counted too."""
+        for _ in range(_TURNS_TO_DISPATCH):
+            await asyncio.sleep(0)
+        with suppress(MidflightError):
+            await self._snapshotter.attempt(_EARLY_SNAPSHOT, force=True)
 
     def park(self) -> None:
         """Launch nothing new; running groups end and are kept."""

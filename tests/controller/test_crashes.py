@@ -2,12 +2,15 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping
+from random import Random
 
 import pytest
 
-from gpu_workers.controller.ports import GroupOrder, SiblingResult, WeightsRef
+from gpu_workers.controller.ports import Failure, GroupOrder, SiblingResult, WeightsRef
 from gpu_workers.generation.supervision import SupervisedGenerators
-from storage.errors import GeneratorLost, InfrastructureFailure
+from storage.errors import GeneratorLost, InfrastructureFailure, MidflightError
+
+DATA = Failure(infrastructure=False, message="the answer can't be scored")
 
 
 class MortalGenerator:
@@ -116,6 +119,25 @@ async def test_m_a_prompt_that_hangs_in_every_life_of_a_run_is_given_up_after_it
     reports = await world.train(1, 3)
     assert [len(report["group_ids"]) for report in reports] == [4, 4, 4]
     assert world.audit().problems == []
+    await world.kill()
+
+
+async def test_m_a_prompt_that_crashes_the_run_before_any_snapshot_is_given_up_too(make_world):
+    """A life that published nothing is followed by one that saves at once what it dispatched."""
+    world = make_world(async_rl={"max_interrupted_attempts": 2})
+    crasher = world.passed_by(1)[0]
+    for life in range(7):
+        world.boot()
+        world.generator.held = lambda group_id, index: True
+        await world.restore(world.plan())
+        await world.settle(lambda: bool(world.generator.orders) or bool(world.controller.parts.state.dropped))
+        if world.controller.parts.state.dropped:
+            break
+        if life % 2:
+            await world.settle(lambda: bool(world.trace.of("snapshot_attempt")))
+        await world.kill()
+    assert _attempts(world, crasher) == [0, 0, 1, 1, 2, 2]
+    assert [d.prompt.group_id for d in world.controller.parts.state.dropped] == [crasher]
     await world.kill()
 
 
@@ -231,4 +253,52 @@ async def test_a_prompt_that_kills_its_engine_each_time_is_given_up_and_those_th
     assert [len(report["group_ids"]) for report in reports] == [4, 4, 4]
     assert len(world.trace.of("generator_died")) == 3
     assert _attempts(world, poison) == [0, 1, 2]
+    await world.kill()
+
+
+async def _random_life(world, hosts, random):
+    """Train, snapshot, let the generator die and idle in a random order, several things at once, until the kill."""
+    controller, works = world.controller, []
+    for number in range(random.randrange(5, 25)):
+        action = random.choice(("train", "snapshot", "die", "die", "idle"))
+        if action == "train":
+            step = controller.parts.state.train_steps + 1
+            works.append(asyncio.create_task(controller.train_steps(step, step)))
+        elif action == "snapshot":
+            works.append(asyncio.create_task(controller.attempt_snapshot(number, force=True)))
+        elif action == "die":
+            hosts[-1].lives[-1].die()
+        for _ in range(random.randrange(60)):
+            await asyncio.sleep(0)
+        if controller.state == "running":
+            world.check()
+    await world.kill()
+    for result in await asyncio.gather(*works, return_exceptions=True):
+        assert not isinstance(result, BaseException) or isinstance(result, MidflightError), result
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_with_generators_and_controllers_that_die_at_random_every_prompt_is_trained_once_or_given_up(
+    make_world, seed
+):
+    random = Random(seed)
+    limits = {"max_data_failures": 0, "max_infrastructure_failures": 99, "max_skipped_prompts": 99}
+    world = make_world(
+        algorithm={"num_prompts_per_step": 2, "max_steps": 99},
+        data={"num_prompts": 17},
+        async_rl={**limits, "max_lookahead_versions": 2, "spare_prompts": 2, "retry_backoff_max_s": 0.001},
+        generation={"max_generator_restarts": 99},
+    )
+    hosts, order = _supervise(world), world.passed_by(17)
+    for _ in range(3):
+        world.boot()
+        world.generator.failures = {f"{group_id}_g1": [DATA] for group_id in order if random.random() < 0.2}
+        await world.restore(world.plan())
+        await _random_life(world, hosts, random)
+    controller = await world.start()
+    assert (await controller.train_steps(controller.parts.state.train_steps + 1, 99))[-1]["end_of_data"] is True
+    world.check()
+    audit = world.audit()
+    assert (audit.problems, audit.frontier) == ([], 17)
+    assert audit.owners["trained"] + audit.owners["dropped"] + audit.owners["spare_prompts"] == 17
     await world.kill()

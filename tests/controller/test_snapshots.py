@@ -289,7 +289,7 @@ async def test_a_write_that_outlives_its_killed_controller_is_published_before_t
     writing.release()
     with pytest.raises(Fenced):
         await attempt
-    assert await _bundles(world) == []
+    assert "incarnation-1" not in {bundle.writer for bundle in await _bundles(world)}
     await world.train(1, 3)
     assert sorted(g for groups in world.history().values() for g in groups)
     assert controller.parts.state.train_steps == 3

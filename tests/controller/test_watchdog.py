@@ -41,6 +41,7 @@ async def test_a_step_that_waits_for_groups_that_never_come_is_reported_once_per
     world = await _watched(make_world, held=lambda group_id, index: True, async_rl=SLOW)
     step = asyncio.create_task(world.controller.train_steps(1, 1))
     await world.settle(lambda: len(world.generator.orders) == 8)
+    await asyncio.sleep(0)  # the step was asked for
     watchdog = world.controller.watchdog
     for seconds, reports in ((399, 0), (1, 1), (1, 1), (398, 1), (2, 2)):
         world.clock.now += seconds
