@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import psutil
 import pytest
 
 from flows.processes import marked_processes
@@ -39,8 +40,24 @@ def processes_of_the_run(marker: str) -> list[Any]:
     parts = ("ControllerActor", "GeneratorActor", "TrainerActor", "VLLM::", "prefect.engine")
     marked = marked_processes(MARKER_VARIABLE, marker)
     # A process that sets its own title overwrites the mark: it is found as a descendant of one that has not.
-    found = {process.pid: process for one in marked for process in (one, *one.children(recursive=True))}
-    return [process for process in found.values() if any(part in " ".join(process.cmdline()) for part in parts)]
+    found = {process.pid: process for one in marked for process in (one, *descendants(one))}
+    return [process for process in found.values() if any(part in command_of(process) for part in parts)]
+
+
+def descendants(process: Any) -> list[Any]:
+    """Its descendants; none if it has ended meanwhile."""
+    try:
+        return list(process.children(recursive=True))
+    except psutil.NoSuchProcess:
+        return []
+
+
+def command_of(process: Any) -> str:
+    """Its command line; empty if it has ended meanwhile."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def kill_when(midflight: Any, run: str, moment: Callable[[Sequence[Event]], bool]) -> list[Event]:
@@ -56,7 +73,7 @@ def kill_when(midflight: Any, run: str, moment: Callable[[Sequence[Event]], bool
         this_life = [e for e in midflight.events(run) if e["run_process"] not in lives_before]
         if moment(this_life):
             victims = processes_of_the_run(midflight.state().marker)
-            controllers = [process for process in victims if "ControllerActor" in " ".join(process.cmdline())]
+            controllers = [process for process in victims if "ControllerActor" in command_of(process)]
             assert len(controllers) == 1, victims
             controllers[0].suspend()
             this_life = [e for e in midflight.events(run) if e["run_process"] not in lives_before]
