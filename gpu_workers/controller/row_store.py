@@ -12,7 +12,7 @@ from storage.rows import RowHandle
 
 
 class DataPlane(Protocol):
-    """Where rows live until they are trained. Another plane (a distributed one) plugs in behind this."""
+    """Where rows live until the step that trained them is durable. Another (distributed) plane plugs in behind this."""
 
     def put(self, mutation: Mutation, kind: RowKind, batch: pa.RecordBatch) -> None: ...
 

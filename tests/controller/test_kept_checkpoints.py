@@ -53,7 +53,7 @@ async def test_a_metric_that_steps_do_not_report_ends_the_run_at_its_first_step(
     await world.kill()
 
 
-async def test_scenario_j_retention_leaves_the_only_durable_checkpoint_while_a_newer_one_is_written(make_world):
+async def test_j_retention_leaves_the_only_durable_checkpoint_while_a_newer_one_is_written(make_world):
     """Snapshots are published, and old ones retired, beside a checkpoint that is being written and one that fails."""
     world = make_world(
         checkpointing={"save_period": 2, "async_save": True, "keep": 1},

@@ -293,7 +293,7 @@ async def test_snapshots_go_on_while_a_checkpoint_is_written_and_stand_on_the_du
     await world.kill()
 
 
-async def test_scenario_i_a_snapshot_cut_after_a_checkpoint_that_was_published_late_is_what_is_restored(make_world):
+async def test_i_a_snapshot_cut_after_a_checkpoint_that_was_published_late_is_what_is_restored(make_world):
     """The checkpoint of step 2 is the newest bundle in the log; the snapshot before it holds step 3 as well."""
     world, _ = await _writing(make_world)
     weights = world.trainer.weights
