@@ -18,13 +18,15 @@ from rich.console import Console
 from rich.table import Table
 
 from gpu_workers.controller.barrier import Cut, DataPlaneBarrier
+from gpu_workers.controller.bundle_publisher import BundlePublisher
+from gpu_workers.controller.counted_trace import CountedTrace
 from gpu_workers.controller.parts import RolloutParts, RolloutRuntimeState
 from gpu_workers.controller.prompt_source import PromptSource
 from gpu_workers.controller.published_bundles import PublishedBundles
 from gpu_workers.controller.recovery_ledger import RecoveryLedger
 from gpu_workers.controller.replay_buffer import ReplayBuffer
 from gpu_workers.controller.row_store import RowStore
-from gpu_workers.controller.sampler import build_sampler
+from gpu_workers.controller.samplers.build import build_sampler
 from gpu_workers.controller.snapshotter import RolloutSnapshotter
 from storage.filesystem import Store, open_store
 from storage.layout import RunLayout
@@ -48,10 +50,6 @@ CONFIG = RunConfig.model_validate(
         "data": {"num_prompts": 10_000},
     }
 )
-
-
-class NoTrainer:
-    """No trainer checkpoint is taken here."""
 
 
 class NumberedPrompts:
@@ -82,7 +80,7 @@ class LiveState:
             buffer=ReplayBuffer(),
             rows=RowStore(),
             barrier=DataPlaneBarrier(),
-            trace=NoTrace(),
+            trace=CountedTrace(NoTrace()),
             state=RolloutRuntimeState(),
         )
 
@@ -123,7 +121,8 @@ class Saver:
         log.claim()
         saving = {"checkpointing": CONFIG.checkpointing, "snapshots": CONFIG.rollout_checkpointing}
         bundles = PublishedBundles(self.store, layout, log, **saving)
-        self._snapshotter = RolloutSnapshotter(parts, NoTrainer(), bundles, identity="f" * 64)
+        self._publisher = BundlePublisher(parts, bundles, identity="f" * 64)
+        self._snapshotter = RolloutSnapshotter(parts, self._publisher)
         self._attempts = 0
 
     async def snapshot(self) -> dict[str, float]:
@@ -137,7 +136,7 @@ class Saver:
 
     async def cut_ms(self) -> float:
         """How long one cut was held."""
-        return (await self._snapshotter._capture()).cut_ms
+        return (await self._publisher.capture(model_step=0)).cut_ms
 
     def _stored_bytes(self) -> int:
         return sum(self.store.size(path) for path in self.store.list(CONFIG.name))

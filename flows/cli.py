@@ -68,6 +68,14 @@ def snapshots(
     show_snapshots(run, _store_url(store), Console(), everything=everything)
 
 
+@app.command(epilog="Example:\n\n`midflight checkpoint demo`")
+def checkpoint(run: RunName) -> None:
+    """Save a trainer checkpoint of a live run at its next step boundary, and wait until it is durable."""
+    from flows.checkpoint_command import save_checkpoint_of
+
+    save_checkpoint_of(run, Console())
+
+
 @app.command(epilog="Example:\n\n`midflight verify demo`")
 def verify(run: RunName, store: StoreUrl = None) -> None:
     """Read every published bundle of a run and compare it with its manifest. Exit code 1 when one differs."""

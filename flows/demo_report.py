@@ -101,6 +101,7 @@ def _reuse(stop: StopCost) -> dict[str, Any]:
         "siblings_rerun": stop.siblings_rerun,
         "tokens_kept": stop.tokens_kept,
         "tokens_lost": stop.tokens_lost,
+        "steps_replayed": stop.steps_replayed,
         "steps_trained_again": stop.steps_lost,
         "seconds_lost": stop.lost_s,
     }

@@ -102,4 +102,5 @@ def _line_printer(config: RunConfig, console: Console) -> Show:
 def facts(progress: RunProgress) -> str:
     """Reward and snapshots in a few words."""
     reward = "no step yet" if progress.reward is None else f"reward {progress.reward:.3f}"
-    return f"{reward}, {progress.checkpoints} checkpoints, {progress.snapshots} snapshots"
+    replayed = f", {progress.replayed} steps replayed" if progress.replayed else ""
+    return f"{reward}, {progress.checkpoints} checkpoints, {progress.snapshots} snapshots{replayed}"

@@ -57,7 +57,7 @@ def refuse_another_dataset(config: RunConfig) -> None:
 
 def refuse_when_live(config: RunConfig, home: Home) -> None:
     """Raises RunAlreadyLive when a driver holds the run in the Ray cluster that would be used."""
-    environment = _environment_of_running_ray(home)
+    environment = environment_of_running_ray(home)
     if environment is None:
         return
     os.environ.update(environment)
@@ -81,7 +81,10 @@ def refuse_when_live(config: RunConfig, home: Home) -> None:
         ray.shutdown()
 
 
-def _environment_of_running_ray(home: Home) -> Mapping[str, str] | None:
+def environment_of_running_ray(home: Home) -> Mapping[str, str] | None:
+    """What leads to the Ray cluster that would be used: that of this home's services, or the one of RAY_ADDRESS ({});
+    None when there is none.
+    """
     state = read_state(home)
     if state is not None and state.is_supervised() and state.status == "ready":
         return state.environment(home)

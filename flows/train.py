@@ -7,6 +7,7 @@ gone too, the next one restores from the store.
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -19,7 +20,7 @@ from prefect.exceptions import TerminationSignal
 
 from flows.config_files import resolved
 from flows.driver import Driver, owner_is_gone
-from flows.failures import RestoreFailed
+from flows.failures import RestoreFailed, TrainFailed
 from flows.home import Home
 from flows.restore import restore
 from flows.termination import cancelled_by_sigterm
@@ -83,6 +84,11 @@ async def drive(
             await leave(runtime, "its flow run was cancelled or preempted", grace_s=config.cluster.grace_s)
             raise
         closed = await close_runtime(runtime, config.rollout_checkpointing.enabled)
+        if closed.get("checkpoint_failure"):
+            raise TrainFailed(
+                f"run {config.name} ended, but its last trainer checkpoint was not published "
+                f"({closed['checkpoint_failure']}): remove the cause and start `train` again, it saves it"
+            )
         return {**summary, "closed": closed}
 
 
@@ -151,7 +157,9 @@ class TrainingLoops:
         self._runtime = runtime
         self._incarnation = status.incarnation
         self._report = report
-        self._trained = asyncio.Event()
+        self._trained = False
+        self._woken = asyncio.Event()
+        self._durable_step = 0
         self._counts = _Counts(steps=status.train_steps)
 
     async def run(self) -> dict[str, Any]:
@@ -187,10 +195,12 @@ class TrainingLoops:
             await self._publish(reports)
             if reached_end_of_data(reports) or not reports:
                 break
-        self._trained.set()
+        self._trained = True
+        self._woken.set()
 
     async def _publish(self, reports: list[dict[str, Any]]) -> None:
         if reports:
+            self._notice_late_checkpoint(reports[-1])
             self._counts.steps = int(reports[-1]["step"])
             self._counts.reward = reports[-1].get("rewards_mean", self._counts.reward)
         await self._report.add(reports)
@@ -214,9 +224,15 @@ class TrainingLoops:
             else:
                 self._counts.skipped += 1
 
+    def _notice_late_checkpoint(self, report: dict[str, Any]) -> None:
+        """A checkpoint that was published after later steps had been trained: a snapshot on it is due at once."""
+        durable_step = int(report.get("durable_step", 0))
+        if self._durable_step < durable_step < int(report["step"]):
+            self._woken.set()
+        self._durable_step = max(self._durable_step, durable_step)
+
     async def _trained_within(self, seconds: float) -> bool:
-        try:
-            await asyncio.wait_for(self._trained.wait(), seconds)
-        except TimeoutError:
-            return False
-        return True
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._woken.wait(), seconds)
+        self._woken.clear()
+        return self._trained

@@ -7,6 +7,7 @@ import time
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from gpu_workers.controller.published_bundles import PublishedBundles
 from gpu_workers.controller.restorer import RestorePlan
 from gpu_workers.controller.single_controller import ControllerState, SingleController
 from gpu_workers.environments.tasks import build_task
+from gpu_workers.generation.supervision import SupervisedGenerators
 from gpu_workers.preemption import on_preemption
-from gpu_workers.ray_ports import RayGenerator, RayTrainer
+from gpu_workers.ray_generators import RayGenerator, RayGeneratorHost
+from gpu_workers.ray_ports import RayTrainer
 from gpu_workers.runtime_names import end_workers, remove_weights
 from storage.errors import MidflightError, RunAlreadyLive, StaleIncarnation
 from storage.filesystem import open_store
@@ -41,6 +44,7 @@ class ControllerActor:
         trainers: Sequence[Any],
         pids: Mapping[str, Any],
         weights_dir: str,
+        model_dir: str,
     ) -> None:
         self._config = config
         self._incarnation = incarnation
@@ -57,13 +61,20 @@ class ControllerActor:
         if config.rollout_checkpointing.trace:
             trace = TraceWriter(store, layout, process=f"controller-{incarnation}", run_process=incarnation)
         self._fingerprint = identity(config).fingerprint
-        trace.record("run_started", incarnation=incarnation, config_fingerprint=self._fingerprint)
+        facts = {"incarnation": incarnation, "config_fingerprint": self._fingerprint, "pids": self._pids}
+        trace.record("run_started", **facts)
         self._trace = trace
+        self._generators = SupervisedGenerators(
+            config,
+            RayGeneratorHost(config, Path(model_dir)),
+            [RayGenerator(actor, facts) for actor, facts in zip(engines, pids["generators"], strict=True)],
+            trace=trace,
+        )
         self._controller = SingleController(
             config,
             dataset=build_task(config.data),
             trainer=RayTrainer(trainers),
-            generator=RayGenerator(engines),
+            generator=self._generators,
             bundles=PublishedBundles(
                 store,
                 layout,
@@ -88,7 +99,7 @@ class ControllerActor:
             "incarnation": self._incarnation,
             "config_fingerprint": self._fingerprint,
             "driver": driver,
-            "pids": self._pids,
+            "pids": {**self._pids, "generators": self._generators.facts},
         }
 
     async def attach_driver(self, driver: str) -> None:
@@ -131,14 +142,25 @@ class ControllerActor:
         self._require(incarnation)
         return asdict(await self._detached(self._controller.attempt_snapshot(number, force=force)))
 
+    async def checkpoint(self, incarnation: str) -> dict[str, Any]:
+        """A trainer checkpoint at the next step boundary, on request; durable when this returns."""
+        self._require(incarnation)
+        return dict(await self._detached(self._controller.checkpoint()))
+
     async def close(self, snapshot: bool) -> dict[str, Any]:
         """End the pumps, after a last forced snapshot if asked for and possible, and flush the trace.
 
-        The caller ends the actors (`launch.end_runtime`).
+        A checkpoint that is still written in the background is waited for; `checkpoint_failure` says why it could not
+        be published. The caller ends the actors (`launch.end_runtime`).
         """
+        unsaved: str | None = None
+        try:
+            await self._controller.settle_saves()
+        except MidflightError as error:
+            unsaved = f"{type(error).__name__}: {error}"
         if snapshot:
             await self._publish_last()
-        return await self._end("closed by its driver")
+        return {**await self._end("closed by its driver"), "checkpoint_failure": unsaved}
 
     async def preempt(self, reason: str) -> dict[str, Any]:
         """Publish what is in flight and end the runtime, within `cluster.grace_s`; answers just before it ends."""
@@ -153,7 +175,8 @@ class ControllerActor:
     async def _publish_and_end(self, reason: str) -> dict[str, Any]:
         await self._publish_last()
         described = await self._end(reason)
-        asyncio.get_running_loop().call_later(_LAST_WORDS_S, end_workers, self._config.name)
+        end = partial(end_workers, self._config.name, controller_last=True)
+        asyncio.get_running_loop().call_later(_LAST_WORDS_S, end)
         return described
 
     async def _publish_last(self) -> None:
@@ -164,6 +187,7 @@ class ControllerActor:
                     await self._controller.publish_last(-time.time_ns())
 
     async def _end(self, reason: str) -> dict[str, Any]:
+        await self._generators.close()
         await self._controller.close(reason)
         await asyncio.to_thread(self._trace.close)
         remove_weights(self._weights_dir)
@@ -178,7 +202,7 @@ class ControllerActor:
             silence = time.monotonic() - self._heard
             if silence > cluster.driver_ttl_s:
                 await self._end(f"no driver for {silence:.0f} s")
-                end_workers(self._config.name)
+                end_workers(self._config.name, controller_last=True)
                 return
             if silence > cluster.driver_lease_s and not parked and self._controller.state is ControllerState.RUNNING:
                 parked = True

@@ -12,15 +12,14 @@ from ray.exceptions import RayActorError, RayError
 
 from gpu_workers.controller.samplers.build import build_sampler
 from gpu_workers.controller_actor import ControllerActor
-from gpu_workers.generation.generator_actor import GENERATOR_ACTOR_OPTIONS, GeneratorActor
-from gpu_workers.generation.runtime_env import generator_env
 from gpu_workers.preemption import preemption_env
+from gpu_workers.ray_generators import RayGeneratorHost
 from gpu_workers.ray_ports import translate
 from gpu_workers.runtime_names import (
     CONTROLLER,
     actors_of,
     end_workers,
-    namespace_of,
+    named,
     remove_weights,
     weights_dir,
 )
@@ -55,17 +54,18 @@ def launch_runtime(config: RunConfig, *, incarnation: str, model_dir: Path) -> A
     folder = weights_dir(config.name, config.store.url)
     remove_weights(folder)
     try:
-        engines = [_generator(config, model_dir, index) for index in range(config.generation.num_engines)]
+        host = RayGeneratorHost(config, model_dir)
+        engines = [host.create(index) for index in range(config.generation.num_engines)]
         trainers = _trainers(config, model_dir, folder, incarnation)
         ready = ray.get([worker.ready.remote() for worker in (*engines, *trainers)])
         pids = {"generators": ready[: len(engines)], "trainers": ready[len(engines) :]}
         actor: Any = ray.remote(ControllerActor)
         controller = actor.options(
-            **_named(config, CONTROLLER),
+            **named(config.name, CONTROLLER),
             num_cpus=0,
             max_concurrency=256,
             runtime_env={"env_vars": preemption_env()},
-        ).remote(config, incarnation, engines, trainers, pids, str(folder))
+        ).remote(config, incarnation, engines, trainers, pids, str(folder), str(model_dir))
         ray.get(controller.describe.remote())
     except BaseException as error:
         end_runtime(config.name)
@@ -77,25 +77,14 @@ def launch_runtime(config: RunConfig, *, incarnation: str, model_dir: Path) -> A
 
 def end_runtime(run: str) -> None:
     """End every actor of a run and wait until their names are free; nothing happens when there is none."""
-    end_workers(run)
     deadline = time.monotonic() + _ANSWER_S
     while actors_of(run):
+        end_workers(run, controller_last=False)
         if time.monotonic() > deadline:
             raise InfrastructureFailure(
                 f"actors {sorted(actors_of(run))} of run '{run}' did not end within {_ANSWER_S} s; end them by hand"
             )
         time.sleep(0.05)
-
-
-def _generator(config: RunConfig, model_dir: Path, index: int) -> Any:
-    actor: Any = ray.remote(GeneratorActor)
-    return actor.options(
-        **_named(config, f"generator-{index}"),
-        **GENERATOR_ACTOR_OPTIONS,
-        num_cpus=config.cluster.cpus_per_generator,
-        num_gpus=config.cluster.gpus_per_generator,
-        runtime_env={"env_vars": generator_env(config)},
-    ).remote(config, str(model_dir), index)
 
 
 def _trainers(config: RunConfig, model_dir: Path, folder: Path, incarnation: str) -> list[Any]:
@@ -104,14 +93,10 @@ def _trainers(config: RunConfig, model_dir: Path, folder: Path, incarnation: str
     rendezvous = f"file://{folder}/rendezvous-{incarnation}"
     return [
         actor.options(
-            **_named(config, f"trainer-{rank}"),
+            **named(config.name, f"trainer-{rank}"),
             num_cpus=config.cluster.cpus_per_trainer,
             num_gpus=config.cluster.gpus_per_trainer,
             runtime_env={"env_vars": trainer_env(config)},
         ).remote(config, str(model_dir), rank, config.cluster.num_trainers, str(folder), incarnation, rendezvous)
         for rank in range(config.cluster.num_trainers)
     ]
-
-
-def _named(config: RunConfig, name: str) -> dict[str, Any]:
-    return {"name": name, "namespace": namespace_of(config.name), "lifetime": "detached"}

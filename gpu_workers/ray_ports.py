@@ -1,50 +1,20 @@
-"""The controller's Protocols over Ray actors: which engine runs a group, and all trainer ranks as one trainer."""
+"""All trainer ranks as one trainer, and what Ray's errors mean."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncGenerator, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
 import ray
 from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
-from gpu_workers.controller.ports import GroupOrder, SiblingResult, StepResult, WeightsRef
-from gpu_workers.generation.generator_client import GeneratorClient
-from storage.errors import InfrastructureFailure, MidflightError
+from gpu_workers.controller.ports import StepResult, WeightsRef
+from storage.errors import ConfigurationError, InfrastructureFailure, MidflightError
 
-
-class RayGenerator:
-    """Generator actors behind one object; a group goes to the engine with the fewest running groups."""
-
-    def __init__(self, engines: Sequence[Any]) -> None:
-        self._engines = list(engines)
-        self._clients = [GeneratorClient(engine) for engine in engines]
-        self._running: list[set[str]] = [set() for _ in engines]
-
-    async def generate(self, order: GroupOrder) -> AsyncGenerator[SiblingResult, None]:
-        """Stream the siblings of one group from one engine, each as soon as it is finished."""
-        index = min(range(len(self._engines)), key=lambda i: len(self._running[i]))
-        self._running[index].add(order.group_id)
-        try:
-            async with contextlib.aclosing(self._clients[index].generate(order)) as results:
-                async for result in results:
-                    yield result
-        except (RayActorError, RayTaskError, ObjectLostError) as error:
-            raise translate(error, f"generator {index}") from error
-        finally:
-            self._running[index].discard(order.group_id)
-
-    async def load_weights(self, weights: WeightsRef) -> Mapping[str, float]:
-        """Refit every engine; returns the slowest engine's timings."""
-        timings = await _all(
-            [engine.load_weights.remote(weights) for engine in self._engines], "refit of the generators"
-        )
-        return {key: max(t[key] for t in timings) for key in timings[0]}
-
-    async def abort(self, group_id: str) -> None:
-        """Stop a group wherever it runs. All engines are asked: a stream that was given up is not counted any more."""
-        await _all([engine.abort.remote(group_id) for engine in self._engines], f"abort of {group_id}")
+# An error of an actor's constructor comes back as text only, whose last line names it.
+_REFUSED_CONFIGURATION = re.compile(r"^(?:storage\.errors\.)?ConfigurationError: (.+)$", re.MULTILINE)
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.5
 
 
 class RayTrainer:
@@ -76,10 +46,19 @@ class RayTrainer:
         weights: WeightsRef = await self._call("publish_weights", version)
         return weights
 
-    async def save(self, prefix: str) -> Sequence[Mapping[str, Any]]:
-        """Write a checkpoint; entries of all ranks."""
-        replies = await _all([rank.save.remote(prefix) for rank in self._ranks], "save of the trainer")
-        return [entry for entries in replies for entry in entries]
+    async def begin_save(self, prefix: str) -> None:
+        """Copy the state on all ranks; each writes its share in a thread of its own."""
+        await self._call("begin_save", prefix)
+
+    async def finish_save(self, prefix: str) -> Sequence[Mapping[str, Any]]:
+        """Entries of all ranks. They are asked now and then: a call that waits would keep a rank from training."""
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            replies = await _all([rank.saved_files.remote(prefix) for rank in self._ranks], "save of the trainer")
+            if None not in replies:
+                return [entry for entries in replies for entry in entries]
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def restore(self, files: Sequence[Mapping[str, Any]] | None) -> None:
         """Load a checkpoint, or the initial model."""
@@ -102,4 +81,12 @@ def translate(error: Exception, what: str) -> MidflightError:
     cause = error.cause if isinstance(error, RayTaskError) else None
     if isinstance(cause, MidflightError):
         return type(cause)(*cause.args)
-    return InfrastructureFailure(f"{what} failed: {cause or error}; the worker's log has the details")
+    told = str(cause or error)
+    if isinstance(error, RayActorError) and error.actor_init_failed:
+        refused = _REFUSED_CONFIGURATION.findall(told)
+        if refused:
+            return ConfigurationError(refused[-1])
+        told = f"its actor could not start: {told.strip().splitlines()[-1]}"
+    elif isinstance(error, RayActorError):
+        told = told.partition("\n")[0]  # many lines on what may kill processes follow
+    return InfrastructureFailure(f"{what} failed: {told}; the worker's log has the details")

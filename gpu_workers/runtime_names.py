@@ -28,10 +28,15 @@ def actors_of(run: str) -> dict[str, Any]:
     return actors
 
 
-def end_workers(run: str) -> None:
-    """Kill every actor of a run, the controller last."""
+def named(run: str, name: str) -> dict[str, Any]:
+    """Ray's options of a detached actor that is found by its name."""
+    return {"name": name, "namespace": namespace_of(run), "lifetime": "detached"}
+
+
+def end_workers(run: str, *, controller_last: bool) -> None:
+    """Kill every actor of a run: the controller first, since it starts generators again, unless it is the caller."""
     actors = actors_of(run)
-    for name in sorted(actors, key=lambda name: name == CONTROLLER):
+    for name in sorted(actors, key=lambda name: (name == CONTROLLER) is controller_last):
         ray.kill(actors[name], no_restart=True)
 
 

@@ -1,7 +1,7 @@
 """Exactly-once accounting: from trace and store, every prompt the source has passed has exactly one owner."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from storage.catalog import select
@@ -21,7 +21,9 @@ class Audit:
     """What became of every prompt up to the frontier of the newest valid bundle.
 
     `owners` counts groups by owner: trained, replay_buffer, ledger, spare_prompts, dropped. `pairs_trained` counts
-    (prompt, epoch, generation). Steps that a restore undid are in `steps_rolled_back` and nowhere else.
+    (prompt, epoch, generation). Steps that a restore undid are in `steps_rolled_back` and nowhere else, whether their
+    recorded batches were trained again or their prompts were generated anew. `replayed_otherwise` are steps that were
+    to be trained again from a recorded batch, but got another one.
     """
 
     sequence: int | None
@@ -33,6 +35,7 @@ class Audit:
     owned_twice: tuple[str, ...]
     beyond_frontier: tuple[str, ...]
     missing_steps: tuple[int, ...]
+    replayed_otherwise: tuple[int, ...]
     steps_rolled_back: int
 
     @property
@@ -44,6 +47,7 @@ class Audit:
             "groups with two owners": self.owned_twice,
             "groups that the source has not handed out": self.beyond_frontier,
             "steps without a trace": self.missing_steps,
+            "recorded batches replaced by others": self.replayed_otherwise,
         }
         return [
             f"{len(names)} {what}: {', '.join(map(str, names[:_SHOWN]))}{' ...' if len(names) > _SHOWN else ''}"
@@ -68,7 +72,7 @@ def account(store: Store, layout: RunLayout, *, order: Callable[[int], Sequence[
     frontier = _frontier(state, order)
     now = history.now()
     pairs = _pairs(now, events)
-    traced = {step.step for step in standing.steps}
+    known = {step.step for step in standing.steps} | {trained.step for trained in state.trained}
     return Audit(
         sequence=None if target is None else target.sequence,
         frontier=len(frontier),
@@ -78,16 +82,17 @@ def account(store: Store, layout: RunLayout, *, order: Callable[[int], Sequence[
         skipped=tuple(group for group in frontier if group not in owned),
         owned_twice=tuple(group for group, count in owned.items() if count > 1),
         beyond_frontier=tuple(owned.keys() - set(frontier)) if target is not None else (),
-        missing_steps=tuple(s for s in range(1, state.progress.train_steps + 1) if s not in traced),
+        missing_steps=tuple(s for s in range(1, state.progress.train_steps + 1) if s not in known),
+        replayed_otherwise=tuple(_replayed_otherwise(events)),
         steps_rolled_back=sum(1 for _ in steps_of(events)) - len(now.steps),
     )
 
 
 def _owners(state: RolloutState, standing: Standing) -> dict[str, list[str]]:
-    """Group ids by owner; steps that the trace lacks are taken from the bundle."""
-    trained = [group for step in standing.steps for group in step.group_ids]
-    traced = {step.step for step in standing.steps}
-    trained += [t.group.group_id for t in state.trained if t.step not in traced]
+    """Group ids by owner. Up to the bundle's model the trace says what was trained, after it the recorded batches."""
+    recorded = {trained.step for trained in state.trained}
+    trained = [group for step in standing.steps if step.step not in recorded for group in step.group_ids]
+    trained += [entry.group.group_id for entry in state.trained]
     return {
         "trained": trained,
         "replay_buffer": [group.group_id for group in state.buffer],
@@ -104,6 +109,17 @@ def _frontier(state: RolloutState, order: Callable[[int], Sequence[int]]) -> lis
     if source.offset:
         passed.append((source.epoch, list(order(source.epoch)[: source.offset])))
     return [PromptRef(int(prompt), epoch, "").group_id for epoch, prompts in passed for prompt in prompts]
+
+
+def _replayed_otherwise(events: Sequence[Event]) -> Iterator[int]:
+    """Steps that were trained again from a recorded batch, with other rollouts than the time before."""
+    before: dict[int, tuple[list[str], str]] = {}
+    for event in events:
+        if event["event"] == "train_step":
+            step, batch = int(event["step"]), (list(event["group_ids"]), event.get("rollouts_sha256", ""))
+            if event.get("replayed") and before.get(step, batch) != batch:
+                yield step
+            before[step] = batch
 
 
 def _pairs(standing: Standing, events: Sequence[Event]) -> Counter[str]:

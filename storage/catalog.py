@@ -29,7 +29,8 @@ class Selection:
 def select(store: Store, layout: RunLayout, *, mode: RestoreMode = "latest", allow_older: bool = True) -> Selection:
     """The newest durable trainer checkpoint and (mode `latest`) the newest valid snapshot anchored to it.
 
-    Snapshots anchored to the initial model count only while the run has no trainer checkpoint.
+    Snapshots anchored to the initial model count only while the run has no trainer checkpoint. A snapshot that was cut
+    after the newest checkpoint, which was published late, is newer than that, whatever its anchor.
 
     Raises: NoRestorableState when candidates exist and none is valid, or when one would be passed over
     although `allow_older` is false; StoreUnavailable.
@@ -80,12 +81,29 @@ class _Selector:
         for checkpoint in reversed(self._checkpoints):
             if not self._model_is_whole(checkpoint):
                 continue
+            anchor: Manifest | None = checkpoint
             target = self._newest_snapshot(checkpoint)
+            if target is None:
+                target, anchor = self._newest_overtaking(checkpoint)
             if target is None and self._is_whole(checkpoint):
-                target = checkpoint
+                target, anchor = checkpoint, checkpoint
             if target is not None:
-                return self._result(target, checkpoint)
+                return self._result(target, anchor)
         return self._result(None, None)
+
+    def _newest_overtaking(self, checkpoint: Manifest) -> tuple[Manifest | None, Manifest | None]:
+        """A snapshot that was cut after this checkpoint, but published while that was still being written in the
+        background. It stands on an older model and holds more; its anchor goes with it.
+        """
+        anchors = {older.sequence: older for older in self._checkpoints}
+        for snapshot in reversed(self._snapshots):
+            if snapshot.anchor is None or not _overtook(snapshot, checkpoint):
+                continue
+            anchor = anchors.get(snapshot.anchor.sequence if snapshot.anchor.sequence is not None else -1)
+            fits = anchor_mismatch(snapshot, anchor) is None and (anchor is None or self._model_is_whole(anchor))
+            if fits and self._is_whole(snapshot):
+                return snapshot, anchor
+        return None, checkpoint
 
     def _newest_snapshot(self, checkpoint: Manifest | None) -> Manifest | None:
         for snapshot in reversed(anchored_to(checkpoint, self._snapshots)):
@@ -124,6 +142,13 @@ class _Selector:
                 lost.add((snapshot.sequence, f"its anchor {snapshot.anchor} is no trainer checkpoint of the log"))
         newer = {(sequence, reason) for sequence, reason in lost if sequence > oldest}
         return Selection(target, anchor, tuple(sorted({*self._passed_over, *newer}, reverse=True)))
+
+
+def _overtook(snapshot: Manifest, checkpoint: Manifest) -> bool:
+    """Cut later, published earlier; times of one writer can be compared."""
+    if snapshot.writer != checkpoint.writer or snapshot.cut_time is None or checkpoint.cut_time is None:
+        return False
+    return snapshot.sequence < checkpoint.sequence and snapshot.cut_time > checkpoint.cut_time
 
 
 def anchor_mismatch(snapshot: Manifest, checkpoint: Manifest | None) -> str | None:

@@ -19,7 +19,11 @@ MidflightError
 ├── StepOutOfOrder            a numbered step was asked for before its predecessor
 ├── RolloutFailure
 │   ├── InfrastructureFailure (retryable) worker, connection or time-out
+│   │   └── WorkerDied        (retryable) the process that ran it is dead, whatever the prompt
 │   └── DataFailure           the prompt itself can't be rolled out
+├── FinalizationUnknown       a group's rows may or may not have been written; nothing is saved until a restart
+├── GeneratorLost             a generator died again and again; restarting it does not help
+├── RunStalled                nothing got any further for too long
 ├── BatchIncomplete           a train step waits for groups that can never come
 └── BrokenInvariant           a promise of the program itself does not hold: stop at once
 """
@@ -109,8 +113,24 @@ class InfrastructureFailure(RolloutFailure):
     retryable = True
 
 
+class WorkerDied(InfrastructureFailure):
+    """The worker that ran it died: its engine or its actor."""
+
+
 class DataFailure(RolloutFailure):
     """The prompt itself can't be rolled out."""
+
+
+class FinalizationUnknown(MidflightError):
+    """A group's finalization failed after it had begun: whether its rows exist is unknown."""
+
+
+class GeneratorLost(MidflightError):
+    """No generator is left: each died more often in a row than it may, or can't be started."""
+
+
+class RunStalled(MidflightError):
+    """The run made no progress for `async_rl.stall_timeout_s`."""
 
 
 class BatchIncomplete(MidflightError):

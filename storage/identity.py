@@ -3,7 +3,10 @@
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
+
+from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
 
 from storage.canonical import canonical_json, sha256
 from storage.run_config import RunConfig
@@ -17,9 +20,18 @@ _OPERATIONAL_SECTIONS = frozenset({"name", "store", "cluster", "rollout_checkpoi
 _OPERATIONAL_KEYS = frozenset(
     {
         "algorithm.max_steps",
-        "async_rl.rollout_timeout_s",
+        "async_rl.finalizer_workers",
+        "async_rl.max_consecutive_dropped_prompts",
+        "async_rl.max_infrastructure_failures",
+        "async_rl.max_interrupted_attempts",
+        "async_rl.max_skipped_prompts",
+        "async_rl.min_groups_for_streaming_train",
+        "async_rl.on_stall",
         "async_rl.retry_backoff_s",
         "async_rl.retry_backoff_max_s",
+        "async_rl.rollout_timeout_s",
+        "async_rl.stall_timeout_s",
+        "generation.max_generator_restarts",
         "generation.num_engines",
         "generation.kv_cache_bytes",
         "generation.gpu_memory_utilization",
@@ -56,6 +68,31 @@ def identity_of(redacted_config: Mapping[str, Any]) -> Identity:
         if section not in _OPERATIONAL_SECTIONS
     }
     return Identity(sha256(canonical_json(kept)), kept)
+
+
+def with_defaults(redacted_config: Mapping[str, Any]) -> dict[str, Any]:
+    """A redacted configuration that another version of Midflight has saved, with the keys that it did not know yet.
+
+    They get their defaults: a new key's default is what earlier versions did. Keys that exist no more stay.
+    """
+    return _with_defaults(RunConfig, redacted_config)
+
+
+def _with_defaults(model: type[BaseModel], saved: Mapping[str, Any]) -> dict[str, Any]:
+    filled = dict(saved)
+    for name, field in model.model_fields.items():
+        section = _section_of(field.annotation)
+        if name in saved:
+            if section is not None and isinstance(saved[name], Mapping):
+                filled[name] = _with_defaults(section, saved[name])
+        elif not field.is_required():
+            filled[name] = to_jsonable_python(field.get_default(call_default_factory=True))
+    return filled
+
+
+def _section_of(annotation: Any) -> type[BaseModel] | None:
+    candidates = (annotation, *get_args(annotation))
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
 
 
 def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:

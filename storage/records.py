@@ -23,11 +23,15 @@ class GroupPhase(StrEnum):
 
 
 class GroupStatus(StrEnum):
-    """`generating` -> `ready_to_finalize` -> `finalizing` -> published (leaves the ledger)."""
+    """`generating` -> `ready_to_finalize` -> `finalizing` -> published (leaves the ledger).
+
+    `finalization_unknown`: finalizing failed half-way. The run has stopped and the state is never saved.
+    """
 
     GENERATING = "generating"
     READY_TO_FINALIZE = "ready_to_finalize"
     FINALIZING = "finalizing"
+    FINALIZATION_UNKNOWN = "finalization_unknown"
 
 
 class AttemptStatus(StrEnum):
@@ -100,6 +104,11 @@ class Sibling:
     data_failures: int = 0
     sealed: SealedSibling | None = None
 
+    @property
+    def interruptions(self) -> int:
+        """Attempts that neither failed nor were sealed, because a restart ended them."""
+        return self.attempt - self.infrastructure_failures - self.data_failures
+
 
 @dataclass(frozen=True, slots=True)
 class LedgerGroup:
@@ -123,7 +132,11 @@ class LedgerGroup:
 
 @dataclass(frozen=True, slots=True)
 class BufferedGroup:
-    """A finished group: its rows' ids, rewards and per-version token counts. `order` is dispatch order."""
+    """A finished group: what its finalization came to. `order` is dispatch order.
+
+    `num_tokens` were sampled; `version_tokens` are those of them that are trained (not in masked rows), by the weight
+    version that each was sampled under.
+    """
 
     prompt: PromptRef
     order: int
@@ -140,10 +153,20 @@ class BufferedGroup:
         """Stable id of the group."""
         return self.prompt.group_id
 
+    @property
+    def oldest_version(self) -> int:
+        """The oldest weights that a trained token of the group was sampled under."""
+        return min((version for version, _ in self.version_tokens), default=self.start_version)
+
+    @property
+    def newest_version(self) -> int:
+        """The newest weights that a trained token of the group was sampled under."""
+        return max((version for version, _ in self.version_tokens), default=self.start_version)
+
 
 @dataclass(frozen=True, slots=True)
 class TrainedGroup:
-    """A group trained since the anchor, with the step that trained it and its place in that step."""
+    """A group trained since the newest durable checkpoint, with the step that trained it and its place there."""
 
     step: int
     position: int
@@ -198,6 +221,11 @@ class RolloutState:
     spares: tuple[PromptRef, ...] = ()
     dropped: tuple[DroppedPrompt, ...] = ()
     trained: tuple[TrainedGroup, ...] = ()
+
+    @property
+    def model_step(self) -> int:
+        """The train step of the model this state stands on; its trained groups lead from there to `train_steps`."""
+        return min((trained.step for trained in self.trained), default=self.progress.train_steps + 1) - 1
 
     def row_ids(self) -> dict[str, RowKind]:
         """Ids of every row this state refers to, with their kinds."""

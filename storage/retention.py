@@ -3,7 +3,7 @@
 A `retired` manifest is published before anything is deleted, so that nobody selects what is going away.
 """
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 
 from storage.catalog import anchored_to, live_bundles
@@ -14,6 +14,18 @@ from storage.manifests import BrokenSlot, Manifest, ManifestDraft, ManifestLog
 
 # Files that no manifest refers to may belong to a bundle that is being written.
 _GRACE_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """What stays: the newest `checkpoints`, for each of them the newest `per_anchor` snapshots, and the `best`
+    checkpoints with the highest `score` (None: not known, never among the best), of equal ones the newest.
+    """
+
+    checkpoints: int
+    per_anchor: int
+    best: int = 0
+    score: Callable[[Manifest], float | None] = lambda checkpoint: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +42,16 @@ def retain(
     layout: RunLayout,
     log: ManifestLog,
     *,
-    keep_checkpoints: int,
-    keep_per_anchor: int,
+    keep: Keep,
     pinned: Set[str] = frozenset(),
+    being_written: str | None = None,
     grace_s: float = _GRACE_S,
 ) -> Retained:
-    """Keep the newest checkpoints and, for each, its newest snapshots; free the rest. Call it after a publication.
+    """Keep what `keep` says; free the rest. Call it after a publication.
 
-    The newest durable checkpoint, the newest snapshot and what that is anchored to always stay. `pinned` are parts
-    that the writer may still refer to. A store that fails here is reported, not raised: the publication before it
-    stands, and the next retention tries again.
+    The newest durable checkpoint, the newest snapshot and what that is anchored to always stay. `pinned` are parts that
+    the writer may still refer to, `being_written` is the folder of a checkpoint that is not published yet. A store that
+    fails here is reported, not raised: the publication before it stands, and the next retention tries again.
 
     Raises: Fenced when another writer took over the run; nothing was deleted then.
     """
@@ -50,10 +62,11 @@ def retain(
                 f"run {layout.run}: slot {slots[-1].sequence:08d} was written by another controller; "
                 "this one deletes nothing, end it"
             )
-        kept, retired = _split(slots, keep_checkpoints=keep_checkpoints, keep_per_anchor=keep_per_anchor)
+        kept, retired = _split(slots, keep)
         if retired:
             log.append(ManifestDraft(kind="retired", retires=retired))
         garbage = _garbage(store, layout, slots, kept=kept, pinned=pinned, grace_s=grace_s)
+        garbage = [path for path in garbage if being_written is None or not path.startswith(f"{being_written}/")]
     except StoreError as error:
         return Retained(problems=(str(error),))
     deleted, problems = [], []
@@ -66,19 +79,26 @@ def retain(
     return Retained(retired, tuple(deleted), tuple(problems))
 
 
-def _split(
-    slots: Sequence[Manifest | BrokenSlot], *, keep_checkpoints: int, keep_per_anchor: int
-) -> tuple[list[Manifest], tuple[int, ...]]:
+def _split(slots: Sequence[Manifest | BrokenSlot], keep: Keep) -> tuple[list[Manifest], tuple[int, ...]]:
     """Bundles to keep, and the sequences of those to retire."""
     checkpoints, snapshots = live_bundles(slots)
     newest_anchor = {s.anchor.sequence for s in snapshots[-1:] if s.anchor is not None}
-    anchors: list[Manifest | None] = [*checkpoints[-max(keep_checkpoints, 1) :]] or [None]
+    anchors: list[Manifest | None] = [*checkpoints[-max(keep.checkpoints, 1) :]]
     anchors += [c for c in checkpoints if c.sequence in newest_anchor and c not in anchors]
-    kept = [anchor for anchor in anchors if anchor is not None]
+    if None in newest_anchor or not anchors:
+        anchors.append(None)
+    kept = [anchor for anchor in anchors if anchor is not None] + _best(checkpoints, keep)
     for anchor in anchors:
-        kept += anchored_to(anchor, snapshots)[-max(keep_per_anchor, 1) :]
+        kept += anchored_to(anchor, snapshots)[-max(keep.per_anchor, 1) :]
     sequences = {manifest.sequence for manifest in kept}
     return kept, tuple(m.sequence for m in (*checkpoints, *snapshots) if m.sequence not in sequences)
+
+
+def _best(checkpoints: Sequence[Manifest], keep: Keep) -> list[Manifest]:
+    if not keep.best:
+        return []
+    scored = [(score, c.sequence, c) for c in checkpoints if (score := keep.score(c)) is not None]
+    return [checkpoint for *_, checkpoint in sorted(scored, key=lambda entry: entry[:2])[-keep.best :]]
 
 
 def _garbage(

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from storage.algorithm_config import AlgorithmConfig
 from storage.async_rl_config import AsyncRlConfig
+from storage.checkpointing_config import CheckpointingConfig
 from storage.config_section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 from storage.records import RecoveryLevel
 
@@ -40,6 +41,11 @@ class GenerationConfig(Section):
     """Sampling and the engines."""
 
     num_engines: PositiveInt = Field(1, description="Generator actors, one vLLM engine each.")
+    max_generator_restarts: NonNegativeInt = Field(
+        5,
+        description="Restarts of a generator that died, in a row and without a finished group between them, before it "
+        "is given up. The pauses between them are those of async_rl.retry_backoff_s.",
+    )
     max_new_tokens: PositiveInt = Field(16, description="Most tokens of one completion.")
     temperature: PositiveFloat = Field(1.0, description="Sampling temperature.")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Nucleus sampling mass.")
@@ -49,21 +55,6 @@ class GenerationConfig(Section):
     kv_cache_bytes: PositiveInt = Field(64 << 20, description="KV cache of one engine, in bytes (CPU).")
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(0.85, description="vLLM's share of a GPU.")
     tensor_parallel_size: PositiveInt = Field(1, description="GPUs of one engine.")
-
-
-class CheckpointingConfig(Section):
-    """Trainer checkpoints and what a resumed run starts from."""
-
-    save_period: PositiveInt = Field(1, description="Train steps between trainer checkpoints.")
-    keep: PositiveInt = Field(3, description="Newest trainer checkpoints that retention keeps.")
-    save_data_plane: bool = Field(True, description="Trainer checkpoints hold the replay buffer's rows too.")
-    restore_mode: Literal["latest", "trainer_checkpoint"] = Field(
-        "latest", description="'trainer_checkpoint' ignores rollout snapshots."
-    )
-    allow_older: bool = Field(True, description="Pass over an invalid bundle and restore an older one (reported).")
-    load_replay_buffer: bool = Field(
-        True, description="False: saved groups are checked, then their prompts are generated again."
-    )
 
 
 class RolloutCheckpointingConfig(Section):
@@ -152,6 +143,7 @@ class RunConfig(Section):
     def _refuse_contradictions(self) -> Self:
         self._refuse_needless_warmup()
         self._refuse_lack_of_room()
+        self._refuse_chunks_beyond_a_step()
         if self.data.num_prompts < self.algorithm.num_prompts_per_step:
             raise ValueError(
                 f"data.num_prompts is {self.data.num_prompts}, less than algorithm.num_prompts_per_step "
@@ -175,6 +167,14 @@ class RunConfig(Section):
             raise ValueError(
                 f"async_rl.buffer_capacity is {given}, but sampler {self.async_rl.sampler} needs {needed} "
                 f"({needed // step_size} x algorithm.num_prompts_per_step {step_size})"
+            )
+
+    def _refuse_chunks_beyond_a_step(self) -> None:
+        chunk, step_size = self.async_rl.min_groups_for_streaming_train, self.algorithm.num_prompts_per_step
+        if chunk is not None and chunk > step_size:
+            raise ValueError(
+                f"async_rl.min_groups_for_streaming_train is {chunk}, more than algorithm.num_prompts_per_step "
+                f"{step_size}: no chunk could ever be filled; lower it, or leave it out to train whole batches"
             )
 
     def _refuse_needless_warmup(self) -> None:

@@ -61,6 +61,7 @@ class SnapshotWriter:
         self._layout = layout
         self._log = log
         self._placements: dict[str, Placement] = {}
+        self._newest_cut = 0.0
         self._lock = threading.Lock()
 
     def adopt(self, placements: Mapping[str, Placement]) -> None:
@@ -83,7 +84,10 @@ class SnapshotWriter:
             placements = self._place_rows(bundle.rows)
             draft = self._write_tables(bundle, placements)
             manifest = self._log.append(draft)
-            self._placements = placements
+            # A bundle that is published late does not know the rows of those that were cut after it.
+            is_late = bundle.cut_time < self._newest_cut
+            self._placements = {**self._placements, **placements} if is_late else placements
+            self._newest_cut = max(self._newest_cut, bundle.cut_time)
             return manifest
 
     def _place_rows(self, rows: Mapping[str, RowHandle]) -> dict[str, Placement]:

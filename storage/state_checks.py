@@ -68,6 +68,8 @@ def _ledger_group_defects(group: LedgerGroup) -> Iterator[str]:
     sealed = [sibling.sealed is not None for sibling in group.siblings]
     if group.status is not GroupStatus.GENERATING and not all(sealed):
         yield f"group {group.group_id} is {group.status} with {sealed.count(False)} unsealed siblings"
+    if group.status is GroupStatus.FINALIZATION_UNKNOWN:
+        yield f"group {group.group_id} is {group.status}, which is never saved: its rows may or may not exist"
     for sibling in group.siblings:
         if (defect := _sibling_defect(sibling, admitted=admitted)) is not None:
             yield f"group {group.group_id}, sibling {sibling.generation_index}: {defect}"
@@ -105,6 +107,15 @@ def _buffered_defects(group: BufferedGroup) -> Iterator[str]:
 
 def _trained_defects(state: RolloutState) -> Iterator[str]:
     yield from _duplicates("place", (f"{t.position} of step {t.step}" for t in state.trained))
+    sizes, last = Counter(t.step for t in state.trained), state.progress.train_steps
+    if sizes and len(sizes) != len(range(state.model_step + 1, last + 1)):
+        yield f"trained groups are those of steps {sorted(sizes)[:9]}, which do not lead to step {last} without a gap"
+    for trained in state.trained:
+        if not 0 <= trained.position < sizes[trained.step]:
+            yield (
+                f"group {trained.group.group_id} has place {trained.position} of the {sizes[trained.step]} of step "
+                f"{trained.step}"
+            )
     for trained in state.trained:
         if trained.step > state.progress.train_steps:
             yield (

@@ -45,7 +45,8 @@ class StopCost:
 
     `thrown_away_s` is the sum, over attempts that ran at the restored cut, of how long they had been running.
     `lost_s` is the time between that cut and the stop; `tokens_lost` were sealed in it. `siblings_rerun` ran at
-    the cut or were sealed in groups whose level does not keep siblings.
+    the cut or were sealed in groups whose level does not keep siblings. `step` is the restored train step, to which
+    `steps_replayed` recorded batches led from the restored model; `steps_lost` had been trained beyond it.
     """
 
     run_process: str
@@ -62,6 +63,7 @@ class StopCost:
     siblings_rerun: int
     tokens_kept: int
     tokens_lost: int
+    steps_replayed: int
     steps_lost: int
 
 
@@ -82,12 +84,13 @@ def _cost(history: History, number: int, lost_from: dict[str, float]) -> StopCos
     sealed = [int(e["num_tokens"]) for e in lost if e["event"] == "attempt_sealed"]
     running = {} if target is None else history.at_cut(target.sequence).running
     counts = _counts(target)
+    restored = _restored_counts(life, target)
     reloaded = life.restored is not None and life.restored.get("groups_buffered", 0) > 0
     buffered, tokens = (counts["buffered_groups"], counts["buffered_tokens"]) if reloaded else (0, 0)
     return StopCost(
         run_process=life.run_process,
         sequence=sequence,
-        step=0 if target is None else target.step,
+        step=restored["step"],
         stopped_at=stopped_at,
         down_s=life.started_at - stopped_at,
         to_first_dispatch_s=_to_first_dispatch(life),
@@ -99,7 +102,8 @@ def _cost(history: History, number: int, lost_from: dict[str, float]) -> StopCos
         siblings_rerun=counts["running_attempts"] + counts["sealed_siblings"] - counts["reusable_siblings"],
         tokens_kept=tokens + counts["reusable_tokens"],
         tokens_lost=sum(sealed),
-        steps_lost=_steps_lost(lost, 0 if target is None else target.step),
+        steps_replayed=restored["steps_to_replay"],
+        steps_lost=_steps_lost(lost, restored["step"]),
     )
 
 
@@ -122,6 +126,13 @@ def _counts(target: Manifest | None) -> dict[str, int]:
     )
     counts = {} if target is None else target.counts
     return {name: counts.get(name, 0) for name in names}
+
+
+def _restored_counts(life: Life, target: Manifest | None) -> dict[str, int]:
+    """What the restore itself has recorded; the manifest tells the step to readers of traces that lack it."""
+    told = {} if life.restored is None else life.restored
+    step = 0 if target is None else target.step
+    return {"step": int(told.get("step", step)), "steps_to_replay": int(told.get("steps_to_replay", 0))}
 
 
 def _to_first_dispatch(life: Life) -> float | None:

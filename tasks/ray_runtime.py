@@ -85,6 +85,11 @@ class RayRuntime:
         result: dict[str, Any] = await self._call("attempt_snapshot", number, force, incarnation)
         return result
 
+    async def checkpoint(self, *, incarnation: str) -> dict[str, Any]:
+        """A trainer checkpoint at the next step boundary."""
+        result: dict[str, Any] = await self._call("checkpoint", incarnation)
+        return result
+
     async def close(self, *, snapshot: bool) -> dict[str, Any]:
         """Stop the pumps."""
         result: dict[str, Any] = await self._call("close", snapshot)

@@ -83,6 +83,7 @@ def step_row(report: Report) -> dict[str, Any]:
         "reward": round(float(report["rewards_mean"]), 4),
         "batch age": round(float(report.get("batch_age", 0.0)), 3),
         "seconds": round(float(report.get("seconds", 0.0)), 3),
+        **({"replayed": True} if report.get("replayed") else {}),
         **{name: round(float(metrics[name]), 5) for name in chosen if name in metrics},
     }
 
@@ -96,8 +97,10 @@ def restore_markdown(
         lines += ["Nothing was published yet: a fresh start from the initial model."]
     else:
         anchor = "the initial model" if selected["anchor"] is None else f"checkpoint {selected['anchor']:08d}"
+        replayed = links.get("replay_buffer", {}).get("steps_to_replay", 0)
         lines += [
             f"Restored **{selected['kind']} {selected['target']:08d}** at step {selected['step']}, on {anchor}.",
+            *([f"{replayed} steps are trained again from their recorded batches first."] if replayed else []),
             "",
             "| verified | |",
             "|---|---|",

@@ -109,7 +109,8 @@ def _select(config: RunConfig) -> Selection:
 def _verify(config: RunConfig, plan: Mapping[str, int | None]) -> dict[str, Any]:
     store = open_store(config.store.url, deadline_s=config.store.deadline_s)
     layout = RunLayout(config.name)
-    report: dict[str, Any] = {"model_bytes": 0, "rows": 0, "groups_buffered": 0, "groups_unfinished": 0}
+    counts = ("model_bytes", "rows", "groups_buffered", "groups_unfinished", "groups_recorded")
+    report: dict[str, Any] = dict.fromkeys(counts, 0)
     if (anchor := plan["anchor"]) is not None:
         report["model_bytes"] = verify_model_files(store, _manifest(store, layout, anchor))
     if (target := plan["target"]) is not None:
@@ -117,6 +118,7 @@ def _verify(config: RunConfig, plan: Mapping[str, int | None]) -> dict[str, Any]
         report["rows"] = len(bundle.rows)
         report["groups_buffered"] = len(bundle.state.buffer)
         report["groups_unfinished"] = len(bundle.state.ledger)
+        report["groups_recorded"] = len(bundle.state.trained)
     return report
 
 

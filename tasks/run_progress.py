@@ -42,11 +42,15 @@ class TraceFollower:
 
 @dataclass(slots=True)
 class RunProgress:
-    """Rewards by step, snapshots and restores of a run. Steps that a restore undid are forgotten."""
+    """Rewards by step, snapshots and restores of a run. Steps that a restore undid are forgotten.
+
+    `replayed` counts steps that were rolled back and trained again from their recorded batches.
+    """
 
     rewards: dict[int, float] = field(default_factory=dict)
     snapshots: int = 0
     checkpoints: int = 0
+    replayed: int = 0
     last_bundle: Event | None = None
     last_restore: Event | None = None
 
@@ -66,6 +70,7 @@ class RunProgress:
             match event["event"]:
                 case "train_step":
                     self.rewards[int(event["step"])] = float(event["rewards_mean"])
+                    self.replayed += bool(event.get("replayed"))
                 case "checkpoint_published":
                     self.checkpoints += 1
                     self.last_bundle = event

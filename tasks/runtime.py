@@ -89,6 +89,10 @@ class Runtime(Protocol):
         """One numbered snapshot attempt."""
         ...
 
+    async def checkpoint(self, *, incarnation: str) -> dict[str, Any]:
+        """A trainer checkpoint at the next step boundary."""
+        ...
+
     async def close(self, *, snapshot: bool) -> dict[str, Any]:
         """Stop the pumps; with `snapshot`, publish what is unfinished."""
         ...

@@ -1,5 +1,7 @@
-"""What tests of several packages share: a store whose chosen calls fail or wait, and a runtime without Ray."""
+"""What tests of several packages share: a store whose calls fail or wait, a runtime without Ray, made-up prompts."""
 
+import hashlib
+import json
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -115,6 +117,8 @@ class FakeRuntime:
         self.live: dict[str, Any] | None = None
         self.committed = 0
         self.end_of_data_after: int | None = None
+        self.durable_after: dict[int, int] = {}
+        self.checkpoint_failure: str | None = None
         self._errors: dict[str, list[BaseException]] = {}
 
     @property
@@ -182,16 +186,21 @@ class FakeRuntime:
             if self.end_of_data_after is not None and step > self.end_of_data_after:
                 return [*reports, {"step": step - 1, "end_of_data": True}]
             self.committed = max(self.committed, step)
-            reports.append({"step": step, "rewards_mean": step / 100, "seconds": 0.1})
+            durable = {"durable_step": self.durable_after[step]} if step in self.durable_after else {}
+            reports.append({"step": step, "rewards_mean": step / 100, "seconds": 0.1, **durable})
         return reports
 
     async def attempt_snapshot(self, number: int, *, force: bool, incarnation: str) -> dict[str, Any]:
         self._note("forced snapshot" if force else "snapshot")
         return {"outcome": "completed", "number": number, "sequence": 1}
 
+    async def checkpoint(self, *, incarnation: str) -> dict[str, Any]:
+        self._note("checkpoint")
+        return {"outcome": "completed", "step": self.committed, "sequence": 1}
+
     async def close(self, *, snapshot: bool) -> dict[str, Any]:
         self._note(f"close snapshot={snapshot}")
-        return {"state": "ended"}
+        return {"state": "ended", "checkpoint_failure": self.checkpoint_failure}
 
     async def preempt(self, reason: str) -> None:
         self._note("preempt")
@@ -213,3 +222,28 @@ class FakeRuntime:
 def fake_runtime() -> FakeRuntime:
     """The runtime of a run named `run`, not started yet."""
     return FakeRuntime(RunConfig(name="run"))
+
+
+class FakeDataset:
+    """Procedural prompts; `changed` ordinals have another content, as if the dataset had been swapped."""
+
+    def __init__(self, size: int, changed: frozenset[int] = frozenset()) -> None:
+        self._size = size
+        self._changed = changed
+
+    def __len__(self) -> int:
+        return self._size
+
+    def prompt(self, ordinal: int) -> tuple[tuple[int, ...], str]:
+        salt = 7 if ordinal in self._changed else 0
+        return (1, 2, ordinal % 50 + salt), json.dumps({"ordinal": ordinal})
+
+    def fingerprint(self) -> str:
+        prompts = [self.prompt(ordinal) for ordinal in range(self._size)]
+        return hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
+
+
+@pytest.fixture
+def fake_dataset() -> Callable[..., FakeDataset]:
+    """Makes datasets: `fake_dataset(size)`."""
+    return FakeDataset

@@ -1,45 +1,128 @@
-"""Turns a finished group's captured calls into exactly one training row per sibling and publishes them."""
+"""Turns finished groups into training rows, a few at a time; the others queue.
+
+    ready_to_finalize --begin--> finalizing --publish--> (replay buffer)
+          |    ^                   | | +--evicted meanwhile--> gone, nothing is written
+          |    +--none can be trained+ +--failed--> finalization_unknown: the run stops and saves nothing
+          +--discarded while it queues--> gone, nothing is written
+
+What is published is kept until the group is trained, and saved: its rows, and in the replay buffer's record their
+rewards, tokens and weight versions. A reason to drop a group is kept, and saved, with its dropped prompt.
+"""
 
 import asyncio
-import hashlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import pyarrow as pa
 
+from gpu_workers.controller.barrier import Mutation
 from gpu_workers.controller.parts import RolloutParts
-from storage.errors import BrokenInvariant
-from storage.records import BufferedGroup, LedgerGroup, RowKind, SealedSibling, rollout_id
+from gpu_workers.controller.row_assembly import (
+    AssembledGroup,
+    assemble_group,
+    describe_group,
+    digest_of_rows,
+    sealed_of,
+)
+from gpu_workers.controller.stale_groups import EVICTED
+from storage.errors import FinalizationUnknown
+from storage.records import BufferedGroup, DroppedPrompt, LedgerGroup, RowKind, rollout_id
 from storage.rows import RowHandle
-from storage.schemas import TRAINING_ROWS, row_digest
 
-NOT_SAMPLED = -1
+Assemble = Callable[[LedgerGroup, Sequence[Sequence[RowHandle]]], AssembledGroup]
 
 
 class Finalizer:
-    """Assembles rows off the event loop; publishing, indexing and releasing the ledger entry are one mutation."""
+    """`async_rl.finalizer_workers` groups at once, off the event loop, in the order in which they were finished.
 
-    def __init__(self, parts: RolloutParts) -> None:
+    Publishing, indexing and releasing the ledger entry are one mutation, as is everything that a drop removes.
+    """
+
+    def __init__(self, parts: RolloutParts, assemble: Assemble = assemble_group) -> None:
+        """`assemble` is called in a thread."""
         self._parts = parts
+        self._assemble = assemble
+        self._workers = asyncio.Semaphore(parts.config.async_rl.finalizer_workers)
 
-    async def finalize(self, group_id: str) -> BufferedGroup:
-        """Publish a group whose siblings are all sealed. Raises `BrokenInvariant` when its calls can't be joined."""
+    async def finalize(self, group_id: str) -> str:
+        """Publish a group whose siblings are all sealed.
+
+        Returns why the caller has to give it up instead: nothing of it can be trained. Empty when that is not so, also
+        for a group that was evicted while its rows were written.
+
+        Raises `FinalizationUnknown`, after which the run has failed, for any error once the work has begun. A caller
+        that is cancelled while the group queues leaves no trace.
+        """
+        async with self._workers:
+            async with self._parts.barrier.mutation("begin_finalize") as mutation:
+                group = self._parts.ledger.begin_finalize(mutation, group_id)
+                calls = [self._parts.rows.rows(sealed_of(s.sealed).call_keys) for s in group.siblings]
+            try:
+                assembled = await asyncio.to_thread(self._assemble, group, calls)
+                return await self._take_over(group, assembled)
+            except Exception as error:
+                raise await self._unknown(group, error) from error
+
+    async def _take_over(self, group: LedgerGroup, assembled: AssembledGroup) -> str:
         parts = self._parts
-        async with parts.barrier.mutation("begin_finalize") as mutation:
-            group = parts.ledger.begin_finalize(mutation, group_id)
-            calls = [parts.rows.rows(_sealed(s.sealed).call_keys) for s in group.siblings]
-        rows = await asyncio.to_thread(assemble_rows, group, calls)
-        buffered = describe_group(group, rows)
+        for index, problem in assembled.unjoined.items():
+            parts.trace.record("rollout_masked", rollout_id=rollout_id(group.group_id, index), reason=problem)
+        finished = describe_group(group, assembled.rows)
         async with parts.barrier.mutation("publish_group") as mutation:
-            parts.rows.remove(mutation, [key for s in group.siblings for key in _sealed(s.sealed).call_keys])
-            parts.rows.put(mutation, RowKind.TRAINING_ROW, rows)
-            parts.buffer.add(mutation, buffered)
-            parts.ledger.release(mutation, group_id)
-        self._record(buffered, rows)
+            if assembled.drop_reason:
+                parts.ledger.stop_finalizing(mutation, group.group_id)
+                return assembled.drop_reason
+            evicted = self._is_evicted(finished)
+            parts.rows.remove(mutation, [key for s in group.siblings for key in sealed_of(s.sealed).call_keys])
+            if evicted:
+                self._drop(mutation, group)
+            else:
+                parts.rows.put(mutation, RowKind.TRAINING_ROW, assembled.rows)
+                parts.buffer.add(mutation, finished)
+                parts.ledger.release(mutation, group.group_id)
+        if evicted:
+            self._record_evicted(finished)
+        else:
+            self._record_published(finished, assembled.rows)
         parts.state.changed.notify()
-        return buffered
+        return ""
 
-    def _record(self, group: BufferedGroup, rows: pa.RecordBatch) -> None:
+    def _is_evicted(self, group: BufferedGroup) -> bool:
+        """Whether the sampler has given the group's place up meanwhile. One that a step still counts on is published:
+        evicting it then makes that step smaller (`StaleGroups`).
+        """
+        state = self._parts.state
+        if state.in_commit_window or (group.target_step is not None and group.target_step >= state.trainer_version):
+            return False
+        return bool(self._parts.sampler.evict([group], version=state.trainer_version))
+
+    def _drop(self, mutation: Mutation, group: LedgerGroup) -> None:
+        self._parts.ledger.stop_finalizing(mutation, group.group_id)
+        self._parts.ledger.discard(mutation, group.group_id)
+        self._parts.state.dropped.append(DroppedPrompt(group.prompt, EVICTED, group.target_step))
+
+    async def _unknown(self, group: LedgerGroup, error: Exception) -> FinalizationUnknown:
+        """Fail the run before anything else can happen: a cut that waits already must not save what is half done."""
+        unknown = FinalizationUnknown(
+            f"the rows of group {group.group_id} are unknown, since its finalization failed after it had begun "
+            f"({error!r}); nothing is saved any more: restart the run, which finalizes the group again from its calls"
+        )
+        self._parts.state.fail(unknown)
+        self._parts.trace.record("finalization_unknown", group_id=group.group_id, reason=repr(error)[:500])
+        async with self._parts.barrier.mutation("finalization_unknown") as mutation:
+            self._parts.ledger.mark_finalization_unknown(mutation, group.group_id)
+        return unknown
+
+    def _record_evicted(self, group: BufferedGroup) -> None:
+        self._parts.trace.record(
+            "group_discarded",
+            group_id=group.group_id,
+            reason=EVICTED,
+            target_step=group.target_step,
+            start_version=group.start_version,
+            version=self._parts.state.trainer_version,
+        )
+
+    def _record_published(self, group: BufferedGroup, rows: pa.RecordBatch) -> None:
         self._parts.trace.record("group_sealed", group_id=group.group_id)
         self._parts.trace.record(
             "group_published",
@@ -53,88 +136,3 @@ class Finalizer:
             rewards=list(group.rewards),
             rollout_sha256=digest_of_rows(rows.column("digest").to_pylist()),
         )
-
-
-def digest_of_rows(digests: Sequence[str]) -> str:
-    """sha256 (hex) over row digests in their order."""
-    return hashlib.sha256("".join(digests).encode()).hexdigest()
-
-
-def assemble_rows(group: LedgerGroup, calls: Sequence[Sequence[RowHandle]]) -> pa.RecordBatch:
-    """`TRAINING_ROWS` of a group, one per sibling in slot order, from its staged calls."""
-    rows = []
-    for sibling, handles in zip(group.siblings, calls, strict=True):
-        sealed = _sealed(sibling.sealed)
-        captured = [handle.batch.slice(handle.index, 1).to_pylist()[0] for handle in handles]
-        row = _join_calls(rollout_id(group.group_id, sibling.generation_index), captured)
-        row.update(
-            group_id=group.group_id,
-            prompt_id=group.prompt.prompt_id,
-            epoch=group.prompt.epoch,
-            generation_index=sibling.generation_index,
-            attempt=sibling.attempt,
-            reward=sealed.reward,
-            masked=sealed.masked,
-        )
-        row["digest"] = row_digest(RowKind.TRAINING_ROW, row)
-        rows.append(row)
-    return pa.RecordBatch.from_pylist(rows, schema=TRAINING_ROWS)
-
-
-def describe_group(group: LedgerGroup, rows: pa.RecordBatch) -> BufferedGroup:
-    """The replay buffer's record of an assembled group."""
-    tokens: dict[int, int] = {}
-    columns = (rows.column(name).to_pylist() for name in ("token_ids", "version_starts", "versions"))
-    for token_ids, starts, versions in zip(*columns, strict=True):
-        for start, end, version in zip(starts, [*starts[1:], len(token_ids)], versions, strict=True):
-            if version != NOT_SAMPLED:
-                tokens[version] = tokens.get(version, 0) + end - start
-    if group.start_version is None:
-        raise BrokenInvariant(f"group {group.group_id} is finalized without a start version")
-    return BufferedGroup(
-        prompt=group.prompt,
-        order=group.order,
-        target_step=group.target_step,
-        start_version=group.start_version,
-        row_ids=tuple(rows.column("row_id").to_pylist()),
-        rewards=tuple(rows.column("reward").to_pylist()),
-        num_tokens=sum(tokens.values()),
-        version_tokens=tuple(sorted(tokens.items())),
-    )
-
-
-def _join_calls(row_id: str, calls: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One sequence from calls whose prompts each extend the sequence so far."""
-    token_ids: list[int] = []
-    loss_mask: list[bool] = []
-    logprobs: list[float] = []
-    starts: list[int] = []
-    versions: list[int] = []
-    for call in calls:
-        prompt = call["prompt_token_ids"]
-        if prompt[: len(token_ids)] != token_ids:
-            raise BrokenInvariant(f"call {call['row_id']} does not continue the tokens of rollout {row_id}")
-        added = prompt[len(token_ids) :]
-        if added:
-            starts.append(len(token_ids))
-            versions.append(NOT_SAMPLED)
-        token_ids += added + call["token_ids"]
-        loss_mask += [False] * len(added) + [True] * len(call["token_ids"])
-        logprobs += [0.0] * len(added) + call["logprobs"]
-        starts += [len(prompt) + start for start in call["version_starts"]]
-        versions += call["versions"]
-    return {
-        "row_id": row_id,
-        "token_ids": token_ids,
-        "loss_mask": loss_mask,
-        "logprobs": logprobs,
-        "version_starts": starts,
-        "versions": versions,
-        "finish_reason": calls[-1]["finish_reason"],
-    }
-
-
-def _sealed(sealed: SealedSibling | None) -> SealedSibling:
-    if sealed is None:
-        raise BrokenInvariant("a group is finalized with an unsealed sibling")
-    return sealed

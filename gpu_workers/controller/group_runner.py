@@ -4,22 +4,13 @@ import asyncio
 import contextlib
 from typing import Any
 
+from gpu_workers.controller.failed_groups import FailedGroups
 from gpu_workers.controller.failures import FailurePolicy
 from gpu_workers.controller.finalizer import Finalizer
 from gpu_workers.controller.parts import RolloutParts
 from gpu_workers.controller.ports import Generator, GroupOrder, SiblingOrder, SiblingResult
-from gpu_workers.controller.stale_groups import count_skipped
-from storage.errors import BrokenInvariant, InfrastructureFailure
-from storage.records import (
-    DroppedPrompt,
-    GroupStatus,
-    LedgerGroup,
-    Prompt,
-    RowKind,
-    SealedSibling,
-    Sibling,
-    rollout_id,
-)
+from storage.errors import BrokenInvariant, InfrastructureFailure, WorkerDied
+from storage.records import GroupStatus, LedgerGroup, Prompt, RowKind, SealedSibling, Sibling, rollout_id
 
 
 class GroupRunner:
@@ -29,7 +20,10 @@ class GroupRunner:
         self._parts = parts
         self._generator = generator
         self._finalizer = finalizer
+        self._failed_groups = FailedGroups(parts)
         self._policy = FailurePolicy(parts.config)
+        self._suspects_turn = asyncio.Lock()
+        self._saw_worker_die: set[str] = set()
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     @property
@@ -51,29 +45,38 @@ class GroupRunner:
         current = group_id
         try:
             while (replacement := await self._run_one(current)) is not None:
+                self._saw_worker_die.discard(current)
                 self._tasks[replacement] = self._tasks.pop(current)
                 current = replacement
         finally:
+            self._saw_worker_die.discard(current)
             self._tasks.pop(current, None)
             self._parts.state.changed.notify()
 
     async def _run_one(self, group_id: str) -> str | None:
         """Publish the group (None), or give it up (the id of its replacement, if any)."""
         ledger = self._parts.ledger
-        prompt = self._parts.source.load(ledger.group(group_id).prompt)
-        while ledger.group(group_id).status is GroupStatus.GENERATING:
-            pause_s = self._pause_before_attempt(ledger.group(group_id))
+        prompt, message = self._parts.source.load(ledger.group(group_id).prompt), ""
+        while (group := ledger.group(group_id)).status is GroupStatus.GENERATING:
+            owed = [s for s in group.siblings if s.sealed is None]
+            spent = next((s for s in owed if self._policy.is_spent(s)), None)
+            if spent is not None:
+                reason = message or self._policy.explain_interruptions(spent)
+                infrastructure = not self._policy.is_data_spent(spent)
+                return await self._failed_groups.give_up(group_id, reason, infrastructure=infrastructure)
+            pause_s = max(map(self._policy.pause_s, owed))
             if pause_s:
                 await asyncio.sleep(pause_s)
-            message = await self._attempt(group_id, prompt)
-            spent = next((s for s in ledger.group(group_id).siblings if self._policy.is_spent(s)), None)
-            if spent is not None:
-                return await self._give_up(group_id, spent, message)
-        await self._finalizer.finalize(group_id)
-        return None
+            async with self._turn_of(group):
+                message = await self._attempt(group_id, prompt)
+        untrainable = await self._finalizer.finalize(group_id)
+        return await self._failed_groups.give_up(group_id, untrainable, infrastructure=False) if untrainable else None
 
-    def _pause_before_attempt(self, group: LedgerGroup) -> float:
-        return max(self._policy.pause_s(s) for s in group.siblings if s.sealed is None)
+    def _turn_of(self, group: LedgerGroup) -> contextlib.AbstractAsyncContextManager[object]:
+        """Suspects run one at a time, so that only the guilty one meets the next crash; the others just run."""
+        saw = group.group_id in self._saw_worker_die
+        suspect = any(self._policy.is_suspect(s, saw_worker_die=saw) for s in group.siblings)
+        return self._suspects_turn if suspect else contextlib.nullcontext()
 
     async def _attempt(self, group_id: str, prompt: Prompt) -> str:
         """Dispatch every unsealed sibling once. Returns the last failure's message, empty when all were sealed."""
@@ -96,6 +99,8 @@ class GroupRunner:
                 await self._generator.abort(group_id)
         except InfrastructureFailure as failure:
             broken = str(failure)
+            if isinstance(failure, WorkerDied):
+                self._saw_worker_die.add(group_id)
         for unanswered in asked:
             if self._is_owed(group_id, unanswered.generation_index, unanswered.attempt):
                 message = broken
@@ -143,57 +148,6 @@ class GroupRunner:
             attempt=attempt,
             reason="infrastructure" if infrastructure else "data",
             message=message[:500],
-        )
-
-    async def _give_up(self, group_id: str, spent: Sibling, message: str) -> str | None:
-        """Discard a group whose budget is spent and, in the same mutation, fill or shrink its place."""
-        parts, state = self._parts, self._parts.state
-        async with parts.barrier.mutation("give_up") as mutation:
-            group = parts.ledger.group(group_id)
-            self._policy.require_skippable(
-                group_id,
-                already_skipped=count_skipped(state.dropped),
-                infrastructure=self._policy.is_infrastructure_spent(spent),
-                message=message,
-            )
-            stamp = group.target_step
-            # Without stamps there is no pool, and no shortfall: a step takes whichever groups are finished.
-            in_hand = bool(state.spares) if stamp is not None else not parts.source.exhausted
-            replaces = parts.config.async_rl.on_dropped_prompt == "replace" and in_hand
-            if not replaces and stamp is not None:
-                shortfall = state.shortfall.get(stamp, 0) + 1
-                self._policy.require_step_size(stamp, shortfall=shortfall)
-                state.shortfall[stamp] = shortfall
-            parts.ledger.discard(mutation, group_id)
-            sealed = [s.sealed for s in group.siblings if s.sealed is not None]
-            parts.rows.remove(mutation, [key for result in sealed for key in result.call_keys])
-            state.dropped.append(DroppedPrompt(group.prompt, message[:500], stamp))
-            replacement = None
-            if replaces:
-                prompt = state.spares.popleft() if stamp is not None else parts.source.take(mutation, 1)[0]
-                replacement = parts.ledger.replace_dropped(
-                    mutation, group, prompt, start_version=state.generator_version
-                )
-        parts.trace.record("prompt_dropped", group_id=group_id, reason=message[:500])
-        if replacement is not None:
-            self._record_replacement(replacement)
-        state.changed.notify()
-        return replacement.group_id if replacement else None
-
-    def _record_replacement(self, group: LedgerGroup) -> None:
-        """A spare prompt is reserved and admitted at once, in the place of the dropped one."""
-        self._parts.trace.record(
-            "group_reserved",
-            group_id=group.group_id,
-            prompt_id=group.prompt.prompt_id,
-            epoch=group.prompt.epoch,
-            batch=group.batch,
-        )
-        self._parts.trace.record(
-            "group_admitted",
-            group_id=group.group_id,
-            target_step=group.target_step,
-            start_version=group.start_version,
         )
 
     def _record(self, event: str, group_id: str, sibling: Sibling, prompt: Prompt, **facts: Any) -> None:

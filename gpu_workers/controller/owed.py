@@ -47,7 +47,10 @@ def attempts_of(group: BufferedGroup, rows: Mapping[str, RowHandle]) -> tuple[in
 
 
 def without_rows(state: RolloutState, rows: Mapping[str, RowHandle], level: RecoveryLevel) -> RolloutState:
-    """The same promises without any row: no prompt is lost, all of it is generated again after a restore."""
+    """The same promises without the rows of groups to come: no prompt is lost, all of them are generated again.
+
+    Recorded steps keep their rows: they can't be made again, since the steps that trained them are past.
+    """
     owed = [owe_buffered_again(g, attempts_of(g, rows), level) for g in state.buffer]
     ledger = sorted([*map(owe_sealed_again, state.ledger), *owed], key=lambda group: group.order)
-    return replace(state, ledger=tuple(ledger), buffer=(), trained=())
+    return replace(state, ledger=tuple(ledger), buffer=())

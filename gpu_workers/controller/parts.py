@@ -4,14 +4,15 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from gpu_workers.controller.barrier import Cut, DataPlaneBarrier
-from gpu_workers.controller.ports import Trace
+from gpu_workers.controller.counted_trace import CountedTrace
 from gpu_workers.controller.prompt_source import PromptSource
+from gpu_workers.controller.recorded_steps import RecordedSteps
 from gpu_workers.controller.recovery_ledger import RecoveryLedger
 from gpu_workers.controller.replay_buffer import ReplayBuffer
 from gpu_workers.controller.row_store import DataPlane
 from gpu_workers.controller.samplers.protocol import Sampler
 from gpu_workers.controller.signal import Signal
-from storage.records import DroppedPrompt, Progress, PromptRef, TrainedGroup
+from storage.records import DroppedPrompt, Progress, PromptRef
 from storage.run_config import RunConfig
 
 
@@ -21,6 +22,9 @@ class RolloutRuntimeState:
 
     `generator_version` is the weight version the generators hold; dispatch is gated on it, so that with lookahead 0
     no token is sampled from weights that are about to be replaced. `failure` ends the run.
+
+    After a restore the trainer may stand before the step that the rollout state belongs to: the steps in between are
+    `recorded` and are trained again first. Nothing is dispatched before the generators have caught up.
     """
 
     train_steps: int = 0
@@ -32,11 +36,16 @@ class RolloutRuntimeState:
     shortfall: dict[int, int] = field(default_factory=dict)
     spares: deque[PromptRef] = field(default_factory=deque)
     dropped: list[DroppedPrompt] = field(default_factory=list)
-    trained: list[TrainedGroup] = field(default_factory=list)
+    recorded: RecordedSteps = field(default_factory=RecordedSteps)
     in_commit_window: bool = False
     parked: bool = False
     failure: BaseException | None = None
     changed: Signal = field(default_factory=Signal)
+
+    @property
+    def rollout_step(self) -> int:
+        """The train step that ledger, buffer and sampler stand at: the trainer's, or the last recorded one."""
+        return max(self.train_steps, self.recorded.last)
 
     def fail(self, error: BaseException) -> None:
         """Remember the first failure that ends the run and wake everybody."""
@@ -56,7 +65,7 @@ class RolloutParts:
     buffer: ReplayBuffer
     rows: DataPlane
     barrier: DataPlaneBarrier
-    trace: Trace
+    trace: CountedTrace
     state: RolloutRuntimeState
 
     def progress(self, cut: Cut) -> Progress:
@@ -64,8 +73,8 @@ class RolloutParts:
         cut.require_live()
         state = self.state
         return Progress(
-            train_steps=state.train_steps,
-            trainer_version=state.trainer_version,
+            train_steps=state.rollout_step,
+            trainer_version=state.rollout_step,
             source=self.source.position,
             sampler=self.sampler.name,
             sampler_cursor=self.sampler.cursor,

@@ -106,9 +106,13 @@ class Trainer(Protocol):
         """Write the current weights where generators can load them."""
         ...
 
-    async def save(self, prefix: str) -> Sequence[Mapping[str, Any]]:
-        """Write model, optimizer and RNG to the store below `prefix`; returns file entries as plain dicts
-        (`path`, `bytes`, `sha256`, `role`)."""
+    async def begin_save(self, prefix: str) -> None:
+        """Copy model, optimizer and RNG, begin to write them to the store below `prefix`; steps may go on at once."""
+        ...
+
+    async def finish_save(self, prefix: str) -> Sequence[Mapping[str, Any]]:
+        """Wait until all ranks have written what `begin_save` copied, beside other calls; returns file entries as plain
+        dicts (`path`, `bytes`, `sha256`, `role`). Raises what a rank failed with."""
         ...
 
     async def restore(self, files: Sequence[Mapping[str, Any]] | None) -> None:

@@ -1,6 +1,7 @@
 """The dataset's prompts in a seeded order: which was taken last, and how to read one again by its id."""
 
 import hashlib
+from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
@@ -80,6 +81,21 @@ class PromptSource:
                 "restore with the dataset the snapshot was made with"
             )
         return Prompt(ref, token_ids, task_json)
+
+    def place_of(self, ref: PromptRef) -> int:
+        """How many prompts are handed out before this one, over all epochs."""
+        (places,) = np.nonzero(self._epoch_order(ref.epoch) == ref.prompt_id)
+        return ref.epoch * len(self.dataset) + int(places[0])
+
+    def group_ids_from(self, place: int, *, step: int) -> Iterator[str]:
+        """Group ids of the prompts before (step -1) or after (step 1) a place, as far as they were handed out."""
+        size = len(self.dataset)
+        passed = self._position.epoch * size + self._position.offset
+        place += step
+        while 0 <= place < passed:
+            epoch, offset = divmod(place, size)
+            yield PromptRef(int(self._epoch_order(epoch)[offset]), epoch, "").group_id
+            place += step
 
     def seek(self, position: SourcePosition) -> None:
         """Continue from a saved position. Raises `DatasetChanged` when it lies outside the dataset."""

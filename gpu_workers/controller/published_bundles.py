@@ -1,15 +1,19 @@
 """One run's bundles in its store: publish with retention, read back verified. Blocking; called from threads."""
 
 import threading
+from collections.abc import Mapping
 from dataclasses import replace
 
 from gpu_workers.controller.considerate import considerate
 from gpu_workers.controller.owed import without_rows
+from storage.checkpoint_metrics import metric_of, put_metrics
+from storage.checkpointing_config import CheckpointingConfig
+from storage.checkpoints import CheckpointFiles
 from storage.filesystem import Store
 from storage.layout import RunLayout
-from storage.manifests import Manifest, ManifestLog, decode_manifest
-from storage.retention import retain
-from storage.run_config import CheckpointingConfig, RolloutCheckpointingConfig
+from storage.manifests import FileEntry, Manifest, ManifestLog, decode_manifest
+from storage.retention import Keep, retain
+from storage.run_config import RolloutCheckpointingConfig
 from storage.snapshot_reader import RestoredBundle, read_bundle
 from storage.snapshot_writer import CapturedBundle, SnapshotWriter
 
@@ -30,7 +34,14 @@ class PublishedBundles:
         self._layout = layout
         self._log = log
         self._checkpointing = checkpointing
-        self._snapshots = snapshots
+        self._keep = Keep(
+            checkpoints=checkpointing.keep,
+            per_anchor=snapshots.keep_per_anchor,
+            best=checkpointing.keep_best,
+            score=self._score,
+        )
+        self._scores: dict[int, float | None] = {}
+        self._newest_prefix: str | None = None
         self._writer = SnapshotWriter(store, layout, log)
         self._lock = threading.Lock()
         self._prefixes = 0
@@ -42,25 +53,39 @@ class PublishedBundles:
         """
         if bundle.kind == "trainer_checkpoint" and not self._checkpointing.save_data_plane:
             level = bundle.config.rollout_recovery.target_level
-            bundle = replace(bundle, state=without_rows(bundle.state, bundle.rows, level), rows={})
+            state = without_rows(bundle.state, bundle.rows, level)
+            bundle = replace(bundle, state=state, rows={row_id: bundle.rows[row_id] for row_id in state.row_ids()})
         with self._lock, considerate():
             manifest = self._writer.write(bundle)
             retain(
                 self._store,
                 self._layout,
                 self._log,
-                keep_checkpoints=self._checkpointing.keep,
-                keep_per_anchor=self._snapshots.keep_per_anchor,
+                keep=self._keep,
                 pinned=self._writer.pinned_parts(),
+                being_written=self._newest_prefix,
             )
             return manifest
+
+    def put_metrics(self, prefix: str, step: int, metrics: Mapping[str, float]) -> FileEntry:
+        """Write the metrics of a step beside its model files; retention may choose by them."""
+        return put_metrics(CheckpointFiles(self._store, prefix), step, metrics)
+
+    def _score(self, checkpoint: Manifest) -> float | None:
+        """The metric that the best checkpoints are chosen by, turned so that higher is better. It is read once."""
+        if checkpoint.sequence not in self._scores:
+            value = metric_of(self._store, checkpoint, self._checkpointing.metric_name or "")
+            turned = value if self._checkpointing.higher_is_better or value is None else -value
+            self._scores[checkpoint.sequence] = turned
+        return self._scores[checkpoint.sequence]
 
     def checkpoint_prefix(self, step: int) -> str:
         """Where the model files of a trainer checkpoint go. Unique: the checkpoint of a try whose outcome is unknown
         may be published, and its files must not be overwritten by the next try.
         """
         self._prefixes += 1
-        return self._layout.checkpoint(step, f"{self._log.writer}-{self._prefixes}")
+        self._newest_prefix = self._layout.checkpoint(step, f"{self._log.writer}-{self._prefixes}")
+        return self._newest_prefix
 
     def manifest(self, sequence: int) -> Manifest:
         """The manifest in one slot of the log."""
@@ -75,3 +100,9 @@ class PublishedBundles:
         """Restored rows lie in published parts already: they are referred to, not written again."""
         with self._lock:
             self._writer.adopt(bundle.placements)
+
+    def follows_silent_life(self, target: int | None) -> bool:
+        """Whether an earlier controller took the run over after bundle `target` and published nothing."""
+        since = -1 if target is None else target
+        claims = [slot for slot in self._log.read() if isinstance(slot, Manifest) and slot.kind == "claim"]
+        return any(claim.sequence > since and claim.writer != self._log.writer for claim in claims)

@@ -2,7 +2,8 @@
 
     reserved --admit--> admitted --dispatch/seal/abandon--> generating
     generating --last sibling sealed--> ready_to_finalize --begin_finalize--> finalizing --release--> (replay buffer)
-    any but finalizing --discard--> gone
+    finalizing --stop_finalizing--> ready_to_finalize;  finalizing --mark_finalization_unknown--> not captured any more
+    any but the last two --discard--> gone
 
 Records are immutable and replaced on every change, so a capture is a copy of references.
 """
@@ -11,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from gpu_workers.controller.barrier import Cut, Mutation
-from storage.errors import BrokenInvariant
+from storage.errors import BrokenInvariant, FinalizationUnknown
 from storage.records import (
     AttemptStatus,
     GroupPhase,
@@ -155,30 +156,48 @@ class RecoveryLedger:
             raise BrokenInvariant(f"group {group_id} is finalized while {group.status.value}")
         return self._put(replace(group, status=GroupStatus.FINALIZING))
 
+    def stop_finalizing(self, mutation: Mutation, group_id: str) -> LedgerGroup:
+        """Nothing was written; the group can be discarded again."""
+        mutation.require_live()
+        return self._put(replace(self._finalizing(group_id, "stopped"), status=GroupStatus.READY_TO_FINALIZE))
+
+    def mark_finalization_unknown(self, mutation: Mutation, group_id: str) -> LedgerGroup:
+        """Whether the group's rows exist is unknown: this ledger is not captured any more."""
+        mutation.require_live()
+        unknown = GroupStatus.FINALIZATION_UNKNOWN
+        return self._put(replace(self._finalizing(group_id, f"marked {unknown}"), status=unknown))
+
     def release(self, mutation: Mutation, group_id: str) -> None:
         """The replay buffer owns the group now."""
         mutation.require_live()
-        if self.group(group_id).status is not GroupStatus.FINALIZING:
-            raise BrokenInvariant(f"group {group_id} is released before it was finalized")
-        del self._groups[group_id]
+        del self._groups[self._finalizing(group_id, "released").group_id]
 
     def discard(self, mutation: Mutation, group_id: str) -> LedgerGroup:
         """Give a group up. Returns its last record, whose staged calls the caller clears."""
         mutation.require_live()
         group = self.group(group_id)
-        if group.status is GroupStatus.FINALIZING:
-            raise BrokenInvariant(f"group {group_id} is discarded while it is being finalized")
+        if group.status in (GroupStatus.FINALIZING, GroupStatus.FINALIZATION_UNKNOWN):
+            raise BrokenInvariant(f"group {group_id} is discarded while it is {group.status.value}")
         return self._groups.pop(group_id)
 
     def capture(self, cut: Cut) -> tuple[LedgerGroup, ...]:
-        """All groups in dispatch order."""
+        """All groups in dispatch order. Raises `FinalizationUnknown` if nobody knows what became of one."""
         cut.require_live()
+        for group in self._groups.values():
+            if group.status is GroupStatus.FINALIZATION_UNKNOWN:
+                raise FinalizationUnknown(f"group {group.group_id} is {group.status.value}: nothing can be saved")
         return tuple(self.groups())
 
     def load(self, mutation: Mutation, groups: Iterable[LedgerGroup]) -> None:
         """Replace everything by restored groups (already normalized by `normalize_for_restart`)."""
         mutation.require_live()
         self._groups = {group.group_id: group for group in groups}
+
+    def _finalizing(self, group_id: str, verb: str) -> LedgerGroup:
+        group = self.group(group_id)
+        if group.status is not GroupStatus.FINALIZING:
+            raise BrokenInvariant(f"group {group_id} is {verb} while {group.status.value}, not while it is finalized")
+        return group
 
     def _insert(self, mutation: Mutation, group: LedgerGroup) -> LedgerGroup:
         mutation.require_live()

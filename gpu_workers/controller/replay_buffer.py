@@ -35,6 +35,14 @@ class ReplayBuffer:
             raise BrokenInvariant(f"group {group.group_id} is already in the replay buffer")
         self._groups[group.group_id] = group
 
+    def promote(self, mutation: Mutation, group: BufferedGroup, *, target_step: int | None, order: int) -> None:
+        """Give a ready group another place: the step it is stamped for, and its place in dispatch order."""
+        mutation.require_live()
+        current = self._groups.get(group.group_id)
+        if current is None or current.claimed_by is not None:
+            raise BrokenInvariant(f"group {group.group_id} is promoted to target step {target_step}, but not ready")
+        self._groups[group.group_id] = replace(current, target_step=target_step, order=order)
+
     def claim(self, mutation: Mutation, groups: Iterable[BufferedGroup], *, step: int) -> list[BufferedGroup]:
         """Mark groups as being trained by `step`."""
         mutation.require_live()

@@ -3,7 +3,7 @@
 from gpu_workers.controller.parts import RolloutParts
 from gpu_workers.controller.samplers.saved_dispatch import SavedDispatch
 from storage.errors import DatasetChanged, RestoreRefused
-from storage.identity import differences, identity, identity_of
+from storage.identity import differences, identity, identity_of, with_defaults
 from storage.snapshot_reader import RestoredBundle
 
 # Restored stamps count batches of num_prompts_per_step groups.
@@ -19,7 +19,7 @@ _MUST_MATCH = (
 def require_compatible(parts: RolloutParts, bundle: RestoredBundle) -> None:
     """Raise `RestoreRefused` (or `DatasetChanged`) when the bundle can't be continued under this configuration."""
     manifest = bundle.manifest
-    changed = differences(identity_of(manifest.config).config, identity(parts.config).config)
+    changed = differences(identity_of(with_defaults(manifest.config)).config, identity(parts.config).config)
     if manifest.anchor is not None and manifest.anchor.kind == "bootstrap" and changed:
         raise RestoreRefused(
             f"bundle {manifest.sequence} stands on the initial model of another configuration: {'; '.join(changed)}. "

@@ -19,7 +19,7 @@ from gpu_workers.controller.recovery_ledger import normalize_for_restart
 from gpu_workers.controller.restore_checks import require_compatible
 from gpu_workers.controller.samplers.saved_dispatch import SavedDispatch
 from gpu_workers.controller.weight_sync import WeightSync
-from storage.errors import BrokenInvariant, RestoreRefused
+from storage.errors import BrokenInvariant
 from storage.manifests import Manifest
 from storage.records import LedgerGroup, Progress, RolloutState, RowKind, rollout_id
 from storage.rows import RowHandle
@@ -120,8 +120,8 @@ class RolloutRestorer:
         files = None
         if plan.anchor is not None:
             manifest = await asyncio.to_thread(self._reader.manifest, plan.anchor)
-            files = [entry.model_dump() for entry in manifest.files if entry.role not in ("part", "state")]
-        step = _state(bundle).progress.train_steps
+            files = [entry.model_dump() for entry in manifest.files if entry.role not in ("part", "state", "metrics")]
+        step = _state(bundle).model_step
         state = self._parts.state
         self._weight_sync.forget()
         state.train_steps = state.trainer_version = step
@@ -130,15 +130,25 @@ class RolloutRestorer:
         return {"step": step, "files": len(files or ())}
 
     async def _restore_replay_buffer(self, bundle: RestoredBundle | None, _plan: RestorePlan) -> Mapping[str, Any]:
-        """Finished groups and their training rows; nothing with `load_replay_buffer: false` (the ledger owes them)."""
-        parts = self._parts
-        loads = parts.config.checkpointing.load_replay_buffer
-        groups = _state(bundle).buffer if loads else ()
-        rows = _rows(bundle, RowKind.TRAINING_ROW) if loads else {}
+        """Finished groups and their training rows; none with `load_replay_buffer: false` (the ledger owes them).
+        The batches that are to be trained again are always loaded.
+        """
+        parts, trained = self._parts, _state(bundle).trained
+        groups = _state(bundle).buffer if parts.config.checkpointing.load_replay_buffer else ()
+        rows = self._training_rows(bundle)
         async with parts.barrier.mutation("restore_replay_buffer") as mutation:
             parts.buffer.load(mutation, groups)
+            parts.state.recorded.load(mutation, trained)
             parts.rows.load(mutation, rows)
-        return {"groups": len(groups), "rows": len(rows)}
+        steps = {entry.step for entry in trained}
+        return {"groups": len(groups), "rows": len(rows), "steps_to_replay": len(steps)}
+
+    def _training_rows(self, bundle: RestoredBundle | None) -> dict[str, RowHandle]:
+        """Rows of the groups that the replay buffer holds, and of recorded steps."""
+        rows = _rows(bundle, RowKind.TRAINING_ROW)
+        if self._parts.config.checkpointing.load_replay_buffer:
+            return rows
+        return {row_id: rows[row_id] for entry in _state(bundle).trained for row_id in entry.group.row_ids}
 
     async def _restore_ledger(self, bundle: RestoredBundle | None, _plan: RestorePlan) -> Mapping[str, Any]:
         """Unfinished groups, normalized: running attempts are abandoned, sealed siblings kept by level."""
@@ -151,8 +161,7 @@ class RolloutRestorer:
             groups += [owe_buffered_again(g, attempts_of(g, bundle.rows), level) for g in state.buffer]
         for group in groups:
             parts.source.load(group.prompt)
-        kept_buffer = parts.config.checkpointing.load_replay_buffer
-        rows = dict(_rows(bundle, RowKind.TRAINING_ROW)) if kept_buffer else {}
+        rows = self._training_rows(bundle)
         staged = _rows(bundle, RowKind.STAGED_CALL)
         rows.update((key, row) for key, row in staged.items() if key not in unneeded)
         async with parts.barrier.mutation("restore_ledger") as mutation:
@@ -179,13 +188,12 @@ class RolloutRestorer:
         async with parts.barrier.mutation("restore_cursor"):
             parts.sampler.restore(dispatch)
             parts.source.seek(progress.source)
-            state.train_steps, state.trainer_version = progress.train_steps, progress.trainer_version
+            state.train_steps = state.trainer_version = saved.model_step
             state.stamps = progress.stamps
             state.next_batch, state.next_order = progress.next_batch, progress.next_order
             state.shortfall = dict(progress.shortfall)
             state.dropped = list(saved.dropped)
-            state.trained = []
-        return {"train_steps": progress.train_steps, "cursor": parts.sampler.cursor}
+        return {"train_steps": state.train_steps, "cursor": parts.sampler.cursor}
 
     def record_restored(self, plan: RestorePlan, bundle: RestoredBundle) -> None:
         """Trace events, once the chain is complete: what this restore threw away and what it reused."""
@@ -198,7 +206,9 @@ class RolloutRestorer:
             sequence=plan.target,
             anchor_sequence=plan.anchor,
             kind=bundle.manifest.kind,
-            step=bundle.manifest.step,
+            step=bundle.state.progress.train_steps,
+            model_step=bundle.state.model_step,
+            steps_to_replay=bundle.state.progress.train_steps - bundle.state.model_step,
             cut_time=bundle.manifest.cut_time,
             groups_buffered=len(buffered),
             tokens_kept=kept,
@@ -241,15 +251,12 @@ def _require_anchor(plan: RestorePlan, bundle: RestoredBundle | None) -> None:
 def _state(bundle: RestoredBundle | None) -> RolloutState:
     if bundle is None:
         return RolloutState(Progress())
-    if bundle.state.trained:
-        raise RestoreRefused(
-            f"bundle {bundle.manifest.sequence} holds groups that were trained after its anchor; this version can't "
-            "train them again: restore an older bundle"
-        )
-    if bundle.state.progress.train_steps != bundle.manifest.step:
+    manifest = bundle.manifest
+    model_step = manifest.step if manifest.anchor is None else manifest.anchor.step
+    if bundle.state.model_step != model_step:
         raise BrokenInvariant(
-            f"bundle {bundle.manifest.sequence} describes train step {bundle.state.progress.train_steps}, its manifest "
-            f"step {bundle.manifest.step}"
+            f"bundle {manifest.sequence} describes train step {bundle.state.progress.train_steps} and recorded batches "
+            f"that lead to it from step {bundle.state.model_step}, but its model is that of step {model_step}"
         )
     return bundle.state
 

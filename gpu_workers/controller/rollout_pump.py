@@ -11,6 +11,7 @@ from gpu_workers.controller.barrier import Mutation
 from gpu_workers.controller.group_runner import GroupRunner
 from gpu_workers.controller.parts import RolloutParts
 from gpu_workers.controller.samplers.build import capacity_of
+from gpu_workers.controller.step_demand import StepDemand
 from storage.errors import BrokenInvariant
 from storage.records import GroupPhase, LedgerGroup, PromptRef
 
@@ -23,6 +24,7 @@ class RolloutPump:
         self._runner = runner
         self._step_size = parts.config.algorithm.num_prompts_per_step
         self._capacity = capacity_of(parts.config, parts.sampler)
+        self._demand = StepDemand(parts)
 
     @property
     def running(self) -> int:
@@ -30,7 +32,12 @@ class RolloutPump:
         return self._runner.running
 
     async def run(self) -> None:
-        """Run until every prompt is taken and every group has left the ledger. An error of one group ends all."""
+        """Run until every prompt is taken and every group has left the ledger. An error of one group ends all.
+
+        While recorded steps are trained again, the generators hold weights that nothing may be started from.
+        """
+        state = self._parts.state
+        await state.changed.wait_for(lambda: state.generator_version >= state.rollout_step)
         async with asyncio.TaskGroup() as tasks:
             await self._launch_restored(tasks)
             while batch := await self._reserve_batch():
@@ -142,7 +149,7 @@ class RolloutPump:
         Groups given up without a stamp leave no shortfall: gate and step would wait for each other for ever.
         """
         state, buffer = self._parts.state, self._parts.buffer
-        if state.stamps is not False or state.generator_version != state.trainer_version or buffer.claimed():
+        if state.stamps is not False or state.generator_version != state.trainer_version:
             return False
         return len(buffer) + len(self._parts.ledger.admitted()) < self._step_size
 
@@ -166,10 +173,7 @@ class RolloutPump:
 
     def _waits_for_launch(self) -> bool:
         """Without stamps: whether the trainer waits, and neither what runs nor an eviction could end its waiting."""
-        parts, state, size = self._parts, self._parts.state, self._step_size
-        ready, unfinished, version = parts.buffer.ready(), parts.ledger.admitted(), state.trainer_version
-        if self.running or parts.buffer.claimed() or state.generator_version != version:
+        parts, version = self._parts, self._parts.state.trainer_version
+        if self.running or self._demand.left() <= 0 or parts.state.generator_version != version:
             return False
-        if parts.sampler.evict(ready, version=version):
-            return False
-        return not parts.sampler.select(ready, unfinished, version=version, least=size, most=size)
+        return not parts.sampler.evict(parts.buffer.ready(), version=version) and not self._demand.next_chunk()

@@ -12,7 +12,7 @@ from storage.rows import RowHandle
 
 
 class DataPlane(Protocol):
-    """Where rows live until they are trained. Another plane (a distributed one) plugs in behind this."""
+    """Where rows live until the step that trained them is durable. Another (distributed) plane plugs in behind this."""
 
     def put(self, mutation: Mutation, kind: RowKind, batch: pa.RecordBatch) -> None: ...
 
@@ -45,11 +45,14 @@ class RowStore:
             self._rows[row_id] = RowHandle(kind, batch, index, digest)
 
     def remove(self, mutation: Mutation, row_ids: Iterable[str]) -> None:
-        """Forget rows that were consumed or discarded."""
+        """Forget rows that were consumed or discarded: all of them, or none when one is not there."""
         mutation.require_live()
-        for row_id in row_ids:
-            if self._rows.pop(row_id, None) is None:
+        going = list(row_ids)
+        for row_id in going:
+            if row_id not in self._rows:
                 raise BrokenInvariant(f"row {row_id} is not in the data plane")
+        for row_id in going:
+            del self._rows[row_id]
 
     def rows(self, row_ids: Iterable[str]) -> list[RowHandle]:
         """Handles of rows, in the order asked for."""

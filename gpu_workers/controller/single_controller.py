@@ -7,12 +7,17 @@ It moves metadata only. It knows neither Ray nor Prefect; `controller_actor.py` 
 """
 
 import asyncio
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from enum import StrEnum
 from typing import Any
 
 from gpu_workers.controller.barrier import DataPlaneBarrier
-from gpu_workers.controller.finalizer import Finalizer
+from gpu_workers.controller.bundle_publisher import BundlePublisher
+from gpu_workers.controller.checkpoint_schedule import CheckpointSchedule, Trigger, require_metric, step_metrics
+from gpu_workers.controller.counted_trace import CountedTrace
+from gpu_workers.controller.finalizer import Assemble, Finalizer
 from gpu_workers.controller.group_runner import GroupRunner
 from gpu_workers.controller.parts import RolloutParts, RolloutRuntimeState
 from gpu_workers.controller.ports import Generator, Trace, Trainer
@@ -22,16 +27,22 @@ from gpu_workers.controller.recovery_ledger import RecoveryLedger
 from gpu_workers.controller.replay_buffer import ReplayBuffer
 from gpu_workers.controller.restorer import LINKS, RestorePlan, RolloutRestorer
 from gpu_workers.controller.rollout_pump import RolloutPump
+from gpu_workers.controller.row_assembly import assemble_group
 from gpu_workers.controller.row_store import RowStore
 from gpu_workers.controller.samplers.build import build_sampler
 from gpu_workers.controller.snapshotter import PASSING_REASONS, RolloutSnapshotter, SnapshotOutcome
 from gpu_workers.controller.stale_groups import StaleGroups
 from gpu_workers.controller.train_pump import TrainPump
+from gpu_workers.controller.trainer_checkpoints import TrainerCheckpoints
+from gpu_workers.controller.watchdog import Watchdog
 from gpu_workers.controller.weight_sync import WeightSync
-from storage.errors import BrokenInvariant, StaleIncarnation
+from storage.errors import BrokenInvariant, ConfigurationError, MidflightError, StaleIncarnation
 from storage.identity import identity
 from storage.manifests import Anchor
 from storage.run_config import RunConfig
+
+_EARLY_SNAPSHOT = -1  # drivers number theirs from 1
+_TURNS_TO_DISPATCH = 10  # of the event loop, after which all restored groups that there is room for are dispatched
 
 
 class ControllerState(StrEnum):
@@ -57,7 +68,12 @@ class SingleController:
         generator: Generator,
         bundles: PublishedBundles,
         trace: Trace,
+        assemble: Assemble = assemble_group,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`assemble` makes the training rows of a group from its calls, in a thread; `clock`, in seconds of any origin,
+        is what the stall watchdog goes by.
+        """
         source = PromptSource(
             dataset, num_epochs=config.data.num_epochs, seed=config.data.seed, shuffle=config.data.shuffle
         )
@@ -69,23 +85,29 @@ class SingleController:
             buffer=ReplayBuffer(),
             rows=RowStore(),
             barrier=DataPlaneBarrier(),
-            trace=trace,
+            trace=CountedTrace(trace, clock=clock),
             state=RolloutRuntimeState(),
         )
         self._bundles = bundles
         self._weight_sync = WeightSync(self.parts, trainer, generator)
-        runner = GroupRunner(self.parts, generator, Finalizer(self.parts))
+        runner = GroupRunner(self.parts, generator, Finalizer(self.parts, assemble))
         self._rollout_pump = RolloutPump(self.parts, runner)
+        self.watchdog = Watchdog(self.parts, running_groups=lambda: runner.running, clock=clock)
         stale_groups = StaleGroups(self.parts, generator, stop=runner.stop)
         self._train_pump = TrainPump(self.parts, trainer, self._weight_sync, stale_groups)
         fingerprint = identity(config).fingerprint
-        self._snapshotter = RolloutSnapshotter(self.parts, trainer, bundles, identity=fingerprint)
+        self._publisher = BundlePublisher(self.parts, bundles, identity=fingerprint)
+        self._checkpoints = TrainerCheckpoints(self.parts, trainer, self._publisher)
+        self._snapshotter = RolloutSnapshotter(self.parts, self._publisher, self._checkpoints)
+        self._schedule = CheckpointSchedule(config)
+        self._durable_after: dict[int, int] = {}
         self._restorer = RolloutRestorer(self.parts, trainer, self._weight_sync, bundles)
         self._train_lock = asyncio.Lock()
         self._restore_lock = asyncio.Lock()
         self._started: tuple[RestorePlan, Mapping[str, Any]] | None = None
         self._rollouts: asyncio.Task[None] | None = None
-        self._checkpointed_step = 0
+        self._watching: asyncio.Task[None] | None = None
+        self._early_snapshot: asyncio.Task[None] | None = None
         self._state = ControllerState.EMPTY
 
     @property
@@ -109,7 +131,10 @@ class SingleController:
             self._state = ControllerState.RESTORING
             if link != "redispatch":
                 return await self._restorer.run_link(link, plan)
+            follows_silent_life = await asyncio.to_thread(self._bundles.follows_silent_life, plan.target)
             self._started = (plan, await self._start(plan))
+            if follows_silent_life:
+                self._early_snapshot = asyncio.create_task(self._record_dispatch(), name="early snapshot")
             return self._started[1]
 
     async def restore(self, plan: RestorePlan) -> None:
@@ -133,7 +158,8 @@ class SingleController:
         for step in range(first, last + 1):
             async with self._train_lock:
                 self._require_running("train_steps")  # it may have been closed while this call waited for its turn
-                report = await self._drive_step(step)
+                with self.watchdog.over_step():
+                    report = await self._drive_step(step)
             if report is None:
                 return [*reports, {"step": step - 1, "end_of_data": True}]
             reports.append(report)
@@ -143,12 +169,28 @@ class SingleController:
         """One step and the trainer checkpoint that is due after it. A broken invariant ends the run."""
         try:
             report = await self._train_pump.train_step(step)
-            ends = report is None or step == self.parts.config.algorithm.max_steps
-            await self._checkpoint_if_due(force=ends)
-        except BrokenInvariant as error:
+            await self._checkpoint_if_due(end_of_data=report is None)
+        except (BrokenInvariant, ConfigurationError) as error:
             self.parts.state.fail(error)
             raise
-        return report
+        durable_step = self._durable_after.setdefault(step, self._publisher.durable.step)
+        return None if report is None else {**report, "durable_step": durable_step}
+
+    async def checkpoint(self) -> Mapping[str, Any]:
+        """Save the trainer on request, at the next step boundary; durable when this returns."""
+        self._require_running("checkpoint")
+        async with self._train_lock:  # free between two steps only
+            self._require_running("checkpoint")
+            step, newest = self.parts.state.train_steps, self._publisher.durable
+            if step == newest.step:
+                return {"outcome": "skipped", "reason": "durable_already", "step": step, "sequence": newest.sequence}
+            metrics = step_metrics(self._train_pump.report(step))
+            saved = await self._checkpoints.save(step, Trigger.REQUEST, metrics=metrics)
+            return {"outcome": "completed", "reason": "", "step": step, "sequence": saved.sequence}
+
+    async def settle_saves(self) -> None:
+        """Wait until a checkpoint that is written in the background is durable. Raises why it can't be."""
+        await self._checkpoints.settle()
 
     async def attempt_snapshot(self, number: int, *, force: bool = False) -> SnapshotOutcome:
         """One numbered snapshot attempt; the same number gives the same outcome again."""
@@ -167,6 +209,13 @@ class SingleController:
                 outcome = await self.attempt_snapshot(number + 1, force=True)
         return outcome
 
+    async def _record_dispatch(self) -> None:
+        """Save at once what runs now: a prompt that crashes the run before the next snapshot must be counted too."""
+        for _ in range(_TURNS_TO_DISPATCH):
+            await asyncio.sleep(0)
+        with suppress(MidflightError):
+            await self._snapshotter.attempt(_EARLY_SNAPSHOT, force=True)
+
     def park(self) -> None:
         """Launch nothing new; running groups end and are kept."""
         self.parts.state.parked = True
@@ -179,11 +228,13 @@ class SingleController:
     async def close(self, reason: str) -> None:
         """End the rollout pump. What was not snapshotted is generated again by the next incarnation."""
         self._state = ControllerState.ENDED
+        self._checkpoints.abandon()
         if self._train_lock.locked():
             self.parts.state.fail(StaleIncarnation(f"the controller was closed ({reason}) while it trained a step"))
-        if self._rollouts is not None:
-            self._rollouts.cancel()
-            await asyncio.wait([self._rollouts])
+        for loop in (self._watching, self._rollouts):
+            if loop is not None:
+                loop.cancel()
+                await asyncio.wait([loop])
         self.parts.trace.record("run_ended", reason=reason)
 
     def describe(self) -> dict[str, Any]:
@@ -196,6 +247,7 @@ class SingleController:
             "train_steps": self.parts.state.train_steps,
             "trainer_version": self.parts.state.trainer_version,
             "max_steps": self.parts.config.algorithm.max_steps,
+            "steps_to_replay": self.parts.state.rollout_step - self.parts.state.train_steps,
             "ledger_groups": len(self.parts.ledger),
             "sealed_siblings": sum(s.sealed is not None for s in siblings),
             "buffered_groups": len(self.parts.buffer),
@@ -208,14 +260,14 @@ class SingleController:
         bundle, anchor = await self._restorer.bundle(plan), await self._anchor_of(plan)
         # Nothing is awaited from here on: the controller starts whole or, closed meanwhile, not at all.
         self._require_unrestored("redispatch")
-        self._snapshotter.adopt_anchor(anchor)
+        self._publisher.adopt_anchor(anchor)
         if bundle is not None:
             self._bundles.adopt(bundle)
-            self._checkpointed_step = bundle.manifest.step
             self._restorer.record_restored(plan, bundle)
         self._restorer.release()
         unfinished = len(self.parts.ledger)
         self._rollouts = asyncio.create_task(self._run_rollouts(), name="rollout pump")
+        self._watching = asyncio.create_task(self.watchdog.run(), name="stall watchdog")
         self._state = ControllerState.RUNNING
         return {"redispatched_groups": unfinished, "queued": unfinished > 0}
 
@@ -235,13 +287,19 @@ class SingleController:
             self.parts.state.fail(error)
             raise
 
-    async def _checkpoint_if_due(self, *, force: bool) -> None:
-        """Save the trainer at its period, at the last step and at the end of the data; a retry saves what is due."""
-        step = self.parts.state.train_steps
-        due = force or step % self.parts.config.checkpointing.save_period == 0
-        if due and step > self._checkpointed_step:
-            await self._snapshotter.trainer_checkpoint(step)
-            self._checkpointed_step = step
+    async def _checkpoint_if_due(self, *, end_of_data: bool) -> None:
+        """At a step boundary. A retry saves what is still due; only periodic checkpoints go to the background."""
+        step, saves, saving = self.parts.state.train_steps, self._checkpoints, self.parts.config.checkpointing
+        metrics = step_metrics(self._train_pump.report(step))
+        if metrics:
+            require_metric(saving.metric_name, metrics)
+        trigger = self._schedule.due(step, saved_step=saves.saved_step, end_of_data=end_of_data)
+        if trigger is None:
+            await (saves.settle() if end_of_data else saves.publish_written())
+            return
+        in_background = trigger is Trigger.PERIOD and saving.async_save
+        await saves.save(step, trigger, metrics=metrics, in_background=in_background)
+        self._schedule.served(trigger)
 
     def _require_unrestored(self, asked: str) -> None:
         if self._state not in (ControllerState.EMPTY, ControllerState.RESTORING):

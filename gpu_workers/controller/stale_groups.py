@@ -25,9 +25,14 @@ EVICTED = "evicted"
 STALE = "stale"
 
 
+def has_failed(dropped: DroppedPrompt) -> bool:
+    """Whether a prompt was given up because it failed."""
+    return dropped.reason not in (EVICTED, STALE)
+
+
 def count_skipped(dropped: Iterable[DroppedPrompt]) -> int:
     """Prompts given up because they failed."""
-    return sum(prompt.reason not in (EVICTED, STALE) for prompt in dropped)
+    return sum(map(has_failed, dropped))
 
 
 class StaleGroups:
@@ -58,9 +63,9 @@ class StaleGroups:
             parts.rows.remove(mutation, [row for group in evicted for row in group.row_ids])
             parts.buffer.drop(mutation, evicted)
             for group in aborted:
-                parts.ledger.discard(mutation, group.group_id)
                 sealed = [s.sealed for s in group.siblings if s.sealed is not None]
                 parts.rows.remove(mutation, [key for result in sealed for key in result.call_keys])
+                parts.ledger.discard(mutation, group.group_id)
                 self._stop(group.group_id)
             parts.state.dropped += [DroppedPrompt(g.prompt, EVICTED, g.target_step) for g in evicted]
             parts.state.dropped += [DroppedPrompt(g.prompt, STALE, g.target_step) for g in aborted]
@@ -74,10 +79,11 @@ class StaleGroups:
         return self._parts.sampler.evict(self._parts.buffer.ready(), version=self._parts.state.trainer_version)
 
     def _aborted(self) -> Iterator[LedgerGroup]:
-        """Groups whose siblings are all sealed are left to the finalizer, and evicted afterwards."""
+        """Also groups that queue for the finalizer. What it is working on it drops itself, or is evicted afterwards."""
         sampler, version = self._parts.sampler, self._parts.state.trainer_version
         for group in self._parts.ledger.admitted():
-            if group.status is GroupStatus.GENERATING and sampler.should_abort_inflight(group, version=version):
+            waits = group.status in (GroupStatus.GENERATING, GroupStatus.READY_TO_FINALIZE)
+            if waits and sampler.should_abort_inflight(group, version=version):
                 yield group
 
     def _shrink_steps(self, stale: Iterable[BufferedGroup | LedgerGroup]) -> None:

@@ -48,6 +48,10 @@ class GeneratorActor:
             "version": self._weights.version,
         }
 
+    async def is_alive(self) -> bool:
+        """Whether the engine's process lives. A dead one fails every call; only a new actor helps."""
+        return not self._engine.llm.errored
+
     async def submit(self, ticket: int, order: GroupOrder) -> None:
         """Start the group's siblings together and return; what becomes of each appears in `results` under `ticket`."""
         calls = {sibling: self._siblings.run(order, sibling) for sibling in order.siblings}

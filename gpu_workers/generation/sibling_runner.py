@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from gpu_workers.controller.failures import is_infrastructure
 from gpu_workers.controller.ports import Failure, GroupOrder, SiblingOrder, SiblingResult
 from gpu_workers.environments.tasks import Task
 from gpu_workers.generation.capture import Completion, completion_of, staged_call
@@ -64,24 +65,30 @@ class SiblingRunner:
 
     async def _call(self, token_ids: tuple[int, ...], params: Any, request: str) -> Any:
         """vLLM's finished output; its errors become failures of this project."""
-        from vllm.exceptions import VLLMClientError
-        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+        from vllm.v1.engine.exceptions import EngineDeadError
 
         tokens = {"type": "token", "prompt_token_ids": list(token_ids)}
         try:
             outputs = [output async for output in self._engine.llm.generate(tokens, params, request)]
         except EngineDeadError as error:
             raise InfrastructureFailure(f"{self._name}: its engine died during {request}; start it again") from error
-        except EngineGenerateError as error:
-            raise InfrastructureFailure(f"{self._name}: {request} failed: {error.__cause__!r}; try again") from error
-        except VLLMClientError as error:
-            raise DataFailure(f"{self._name}: vLLM refuses {request}: {error}; correct its prompt") from error
+        except Exception as error:
+            if is_infrastructure(error):
+                raise InfrastructureFailure(
+                    f"{self._name}: {request} failed: {error.__cause__ or error!r}; try again"
+                ) from error
+            raise DataFailure(f"{self._name}: vLLM refuses {request}: {error!r}; correct its prompt") from error
         return outputs[-1].outputs[0]
 
     def _score(self, order: GroupOrder, completion: Completion) -> float:
         try:
             return float(self._task.score(order.prompt.task_json, completion.token_ids))
         except Exception as error:
+            if is_infrastructure(error):
+                raise InfrastructureFailure(
+                    f"{self._name}: task {self._config.data.task!r} could not score prompt "
+                    f"{order.prompt.ref.prompt_id}: {error!r}; try again"
+                ) from error
             raise DataFailure(
                 f"prompt {order.prompt.ref.prompt_id} can't be scored by task {self._config.data.task!r}: {error!r}; "
                 "correct the task's score or its prompt"

@@ -25,9 +25,9 @@ from gpu_workers.training.train_step import infinite_loss
 class EpochUpdates:
     """Each epoch visits every row once, in `num_minibatches` updates of each network.
 
-    With several minibatches the rows of an epoch are shuffled by (run seed, step, epoch), never by what happened
-    before, so that a restored trainer goes on as it would have. In the first `policy_training_start_step` steps only
-    the critic is updated; the policy is measured once.
+    With several minibatches the rows of an epoch are shuffled by their ids and (run seed, step, epoch), never by what
+    happened before nor by when they arrived, so that a restored trainer goes on as it would have. In the first
+    `policy_training_start_step` steps only the critic is updated; the policy is measured once.
     """
 
     def __init__(self, learner: Learner, *, step: int, version: int | None) -> None:
@@ -63,7 +63,7 @@ class EpochUpdates:
         own = {row.number: row for row in self._with_final_advantages()}
         policy_epochs, critic_epochs = self._epochs() if rows.num_tokens else (0, 0)
         for epoch in range(max(policy_epochs, critic_epochs)):
-            for numbers in self._minibatches(len(rows.lengths), epoch):
+            for numbers in self._minibatches(rows.row_ids, epoch):
                 lengths = [rows.lengths[number] for number in numbers]
                 mine = [own[number] for number in numbers.tolist() if number in own]
                 if epoch < policy_epochs:
@@ -92,12 +92,16 @@ class EpochUpdates:
 
         return [changed(row) for row in self._prepared]
 
-    def _minibatches(self, num_rows: int, epoch: int) -> Iterator[NDArray[np.int64]]:
-        """Numbers of rows, those of all ranks, for each update."""
-        count = min(self._config.num_minibatches, num_rows)
-        order = np.arange(num_rows)
+    def _minibatches(self, row_ids: Sequence[str], epoch: int) -> Iterator[NDArray[np.int64]]:
+        """Numbers of rows, those of all ranks, for each update.
+
+        Ids are shuffled, not places: a row's minibatch doesn't depend on when it arrived.
+        """
+        count = min(self._config.num_minibatches, len(row_ids))
+        order = np.arange(len(row_ids))
         if count > 1:
-            order = np.random.default_rng((self._learner.seed, self._step, epoch)).permutation(num_rows)
+            random = np.random.default_rng((self._learner.seed, self._step, epoch))
+            order = np.argsort(np.array(row_ids))[random.permutation(len(row_ids))]
         yield from np.array_split(order, count)
 
     def _visit_policy(self, rows: Sequence[PreparedRow], *, denominator: int) -> None:

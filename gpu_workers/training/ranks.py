@@ -15,11 +15,15 @@ COLLECTIVE_TIMEOUT_S = 300.0
 
 
 class Ranks(Protocol):
-    """All ranks of the trainer as one of them sees them. `process_group` is None where there is only one."""
+    """All ranks of the trainer as one of them sees them.
+
+    `saving_group` is a process group that only checkpoints use, since they are written in a thread beside training.
+    It is None where there is only one rank.
+    """
 
     rank: int
     size: int
-    process_group: Any
+    saving_group: Any
 
     def add(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its sum over all ranks, in place; the same bits on every rank."""
@@ -35,7 +39,7 @@ class OneRank:
 
     rank = 0
     size = 1
-    process_group: Any = None
+    saving_group: Any = None
 
     def add(self, tensors: Sequence[Tensor]) -> None:
         """The sum over one rank."""
@@ -59,7 +63,8 @@ class GroupOfRanks:
             timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
             device_id=device if on_gpu else None,
         )
-        self.process_group = distributed.group.WORLD
+        # What is saved lies in CPU memory already.
+        self.saving_group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
 
     def add(self, tensors: Sequence[Tensor]) -> None:
         """Sum over ranks, tensor by tensor in their order."""

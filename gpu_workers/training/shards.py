@@ -29,7 +29,7 @@ def encode_shards(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, byte
         writer.sync_files = False  # the folder is read back at once and then deleted
         with _one_process_is_meant():
             distributed_checkpoint.save(
-                dict(tensors), storage_writer=writer, process_group=ranks.process_group, no_dist=ranks.size == 1
+                dict(tensors), storage_writer=writer, process_group=ranks.saving_group, no_dist=ranks.size == 1
             )
         return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
 

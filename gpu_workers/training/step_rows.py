@@ -43,6 +43,7 @@ class StepRows:
         self._masked_rows = 0
         self._truncated_rows = 0
         self._lengths: list[int] = []
+        self._row_ids: list[str] = []
 
     @property
     def num_groups(self) -> int:
@@ -53,6 +54,11 @@ class StepRows:
     def lengths(self) -> Sequence[int]:
         """Trained tokens of each trained row, by its number."""
         return self._lengths
+
+    @property
+    def row_ids(self) -> Sequence[str]:
+        """Id of each trained row, by its number."""
+        return self._row_ids
 
     @property
     def num_tokens(self) -> int:
@@ -112,4 +118,5 @@ class StepRows:
 
     def _number(self, row: TrainingRow, advantage: float) -> TrainedRow:
         self._lengths.append(row.num_sampled_tokens)
+        self._row_ids.append(row.row_id)
         return TrainedRow(len(self._lengths) - 1, row, advantage)

@@ -9,6 +9,7 @@ import pyarrow as pa
 import torch
 
 from gpu_workers.controller.ports import StepResult, WeightsRef
+from gpu_workers.training.background_save import BackgroundSave
 from gpu_workers.training.batches import pad_rows, read_rows
 from gpu_workers.training.devices import prepare_device
 from gpu_workers.training.epoch_updates import EpochUpdates
@@ -55,6 +56,7 @@ class TrainerActor:
         self._weights = WeightsFolder(Path(weights_dir) / incarnation, dtype=self._policy.compute_type)
         self._store = open_store(config.store.url, deadline_s=config.store.deadline_s)
         self._sequence = StepSequence(StepResult(step=0))
+        self._saves = BackgroundSave()
         self._version: int | None = None
 
     def ready(self) -> dict[str, Any]:
@@ -106,15 +108,33 @@ class TrainerActor:
             self._weights.publish(version, self._policy.tensors())
         return WeightsRef(version, str(path))
 
-    def save(self, prefix: str) -> list[dict[str, Any]]:
-        """Write this rank's files below `prefix`; returns their entries (`path`, `bytes`, `sha256`, `role`).
+    def begin_save(self, prefix: str) -> None:
+        """Copy this rank's state and begin to write it below `prefix`, in a thread: the next step may begin at once.
+
+        All ranks begin the same saves in the same order. Waits for an earlier one that is still being written.
+        """
+        self._sequence.refuse_torn()
+        self._saves.wait()
+        state = capture(self._learner, self._random, self._sequence.last)
+        files = CheckpointFiles(self._store, prefix)
+        self._saves.start(prefix, lambda: write_state(state, files, self._ranks))
+
+    def saved_files(self, prefix: str) -> list[dict[str, Any]] | None:
+        """Entries (`path`, `bytes`, `sha256`, `role`) of the files that `begin_save(prefix)` has written; None while it
+        writes. Raises what it failed with.
 
         The checkpoint is the entries of all ranks together; whoever publishes them makes it exist.
         """
-        self._sequence.refuse_torn()
-        state = capture(self._learner, self._random, self._sequence.last)
-        entries = write_state(state, CheckpointFiles(self._store, prefix), self._ranks)
+        entries = self._saves.written(prefix)
+        if entries is None:
+            return None
         return [entry.model_dump(include={"path", "bytes", "sha256", "role"}) for entry in entries]
+
+    def save(self, prefix: str) -> list[dict[str, Any]]:
+        """`begin_save`, and its files once they are written."""
+        self.begin_save(prefix)
+        self._saves.wait()
+        return self.saved_files(prefix) or []
 
     def restore(self, files: Sequence[Mapping[str, Any]] | None) -> None:
         """Load a checkpoint's files, those of all ranks, or with None go back to the initial model.

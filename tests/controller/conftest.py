@@ -21,6 +21,7 @@ from gpu_workers.controller.ports import Failure, GroupOrder, SiblingResult, Ste
 from gpu_workers.controller.prompt_source import PromptSource
 from gpu_workers.controller.published_bundles import PublishedBundles
 from gpu_workers.controller.restorer import RestorePlan
+from gpu_workers.controller.row_assembly import assemble_group
 from gpu_workers.controller.single_controller import SingleController
 from storage.audit import Audit, account
 from storage.catalog import select
@@ -36,25 +37,6 @@ from storage.snapshot_reader import RestoredBundle
 from storage.state_checks import defects
 
 _MEMORY_DISK = "/dev/shm"  # noqa: S108
-
-
-class FakeDataset:
-    """Procedural prompts; `changed` ordinals have another content, as if the dataset had been swapped."""
-
-    def __init__(self, size: int, changed: frozenset[int] = frozenset()) -> None:
-        self._size = size
-        self._changed = changed
-
-    def __len__(self) -> int:
-        return self._size
-
-    def prompt(self, ordinal: int) -> tuple[tuple[int, ...], str]:
-        salt = 7 if ordinal in self._changed else 0
-        return (1, 2, ordinal % 50 + salt), json.dumps({"ordinal": ordinal})
-
-    def fingerprint(self) -> str:
-        prompts = [self.prompt(ordinal) for ordinal in range(self._size)]
-        return hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
 
 
 class FakeGenerator:
@@ -76,6 +58,7 @@ class FakeGenerator:
         """Let every held sibling go on, and hold none from now on."""
         self.held = lambda group_id, index: False
         self._released.set()
+        self._released = asyncio.Event()
 
     async def generate(self, order: GroupOrder) -> AsyncGenerator[SiblingResult, None]:
         self.orders.append(order)
@@ -129,6 +112,7 @@ class FakeTrainer:
     def __init__(self, store: Store) -> None:
         self._store = store
         self.weights = "initial"
+        self.copies: dict[str, str] = {}
         self.pending: list[str] = []
         self.trained: list[list[str]] = []
         self.finished: dict[int, StepResult] = {}
@@ -165,10 +149,13 @@ class FakeTrainer:
     async def publish_weights(self, version: int) -> WeightsRef:
         return WeightsRef(version, f"fake:{self.weights}")
 
-    async def save(self, prefix: str) -> Sequence[Mapping[str, Any]]:
+    async def begin_save(self, prefix: str) -> None:
+        self.copies[prefix] = self.weights
+
+    async def finish_save(self, prefix: str) -> Sequence[Mapping[str, Any]]:
         await self._wait_at("save", self.save_gate)
         self.before_save()
-        entry = CheckpointFiles(self._store, prefix).put("weights.txt", self.weights.encode(), "weights")
+        entry = CheckpointFiles(self._store, prefix).put("weights.txt", self.copies[prefix].encode(), "weights")
         return [entry.model_dump()]
 
     async def restore(self, files: Sequence[Mapping[str, Any]] | None) -> None:
@@ -203,11 +190,14 @@ class World:
 
     config: RunConfig
     store: Any  # a `TroubledStore` of tests/conftest.py
-    dataset: FakeDataset
+    dataset: Any  # a `FakeDataset` of tests/conftest.py
     incarnations: int = 0
     lives: list[tuple[int, FactTrace]] = field(default_factory=list)
     generator: FakeGenerator = field(default_factory=FakeGenerator)
     trace: FactTrace = field(default_factory=FactTrace)
+    assemble: Callable[..., Any] = assemble_group
+    clock: Callable[[], float] = time.monotonic
+    supervised: Callable[[FakeGenerator], Any] = lambda generator: generator
 
     def change(self, section: str, **values: Any) -> None:
         """Another configuration for the next incarnation."""
@@ -223,17 +213,16 @@ class World:
         saving = {"checkpointing": self.config.checkpointing, "snapshots": self.config.rollout_checkpointing}
         self.bundles = PublishedBundles(self.store, self.layout, log, **saving)
         self.generator, self.trainer, self.trace = FakeGenerator(), FakeTrainer(self.store), FactTrace(log.writer)
-        workers = {"generator": self.generator, "trainer": self.trainer}
-        self.controller = SingleController(
-            self.config, dataset=self.dataset, bundles=self.bundles, trace=self.trace, **workers
-        )
+        workers = {"generator": self.supervised(self.generator), "trainer": self.trainer}
+        workers |= {"assemble": self.assemble, "clock": self.clock}
+        parts = {"dataset": self.dataset, "bundles": self.bundles, "trace": self.trace}
+        self.controller = SingleController(self.config, **parts, **workers)
         return self.controller
 
     def plan(self) -> RestorePlan:
         """What selection picks in this store now."""
         saved = self.config.checkpointing
-        layout = RunLayout(self.config.name)
-        chosen = select(self.store, layout, mode=saved.restore_mode, allow_older=saved.allow_older)
+        chosen = select(self.store, RunLayout(self.config.name), mode=saved.restore_mode, allow_older=saved.allow_older)
         return RestorePlan(*(None if m is None else m.sequence for m in (chosen.target, chosen.anchor)))
 
     async def start(self) -> SingleController:
@@ -299,18 +288,23 @@ class World:
         parts, cut = self.controller.parts, Cut("check")
         dropped, spares = tuple(parts.state.dropped), tuple(parts.state.spares)
         ledger, buffer = parts.ledger.capture(cut), parts.buffer.capture(cut)
-        state = RolloutState(parts.progress(cut), ledger, buffer, spares, dropped)
+        trained = parts.state.recorded.capture(cut, after=0)
+        state = RolloutState(parts.progress(cut), ledger, buffer, spares, dropped, trained)
         self.require_whole(state, set(parts.rows.capture(cut)))
-        running = self.controller.describe()["running_groups"]
-        assert running <= min(len(ledger), self.config.generation.max_inflight_groups)  # I5
+        limit = min(len(ledger), self.config.generation.max_inflight_groups)
+        assert self.controller.describe()["running_groups"] <= limit  # I5
 
     def require_whole(self, state: RolloutState, rows: set[str]) -> None:
         """Every passed prompt has one owner (I1, I2), rows are the index (I3), stamps are used up exactly (I4)."""
         assert defects(state) == []
         progress, size = state.progress, self.config.algorithm.num_prompts_per_step
         history = self.history()
-        owners = Counter(group for step in range(1, progress.train_steps + 1) for group in history[step])
+        owners = Counter(group for step in range(1, state.model_step + 1) for group in history[step])
+        owners.update(trained.group.group_id for trained in state.trained)
         owners.update(group.group_id for group in (*state.ledger, *state.buffer, *state.spares))
+        for step in range(state.model_step + 1, progress.train_steps + 1):  # trained again with the same groups
+            groups = [trained.group.group_id for trained in state.trained if trained.step == step]
+            assert history.get(step, groups) == groups
         owners.update(dropped.prompt.group_id for dropped in state.dropped)
         assert owners == Counter(self.passed(progress.source))
         assert rows == set(state.row_ids())
@@ -382,13 +376,13 @@ def data_failure() -> Failure:
 
 
 @pytest.fixture
-def make_world(troubled: Callable[[Store], Any]) -> Iterator[Callable[..., World]]:
+def make_world(troubled: Callable[[Store], Any], fake_dataset: Callable[..., Any]) -> Iterator[Callable[..., World]]:
     """Worlds on a local store of their own; in memory where the system has a disk there, since each write is synced."""
 
-    def make(*, dataset: FakeDataset | None = None, **sections: Any) -> World:
+    def make(*, dataset: Any = None, **sections: Any) -> World:
         config = make_config(**sections)
         place = tempfile.mkdtemp(dir=folder)
-        return World(config, troubled(open_store(place)), dataset or FakeDataset(config.data.num_prompts))
+        return World(config, troubled(open_store(place)), dataset or fake_dataset(config.data.num_prompts))
 
     with tempfile.TemporaryDirectory(dir=_MEMORY_DISK if os.access(_MEMORY_DISK, os.W_OK) else None) as folder:
         yield make

@@ -1,19 +1,21 @@
 """The finalizer: exactly one training row per sibling, published with its index, or nothing at all."""
 
 import asyncio
+import re
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
+from gpu_workers.controller.barrier import Cut
 from gpu_workers.controller.ports import SiblingResult
 from storage.errors import BrokenInvariant
 from storage.records import RowKind, call_key, rollout_id
 from storage.schemas import STAGED_CALLS, row_digest
 
 
-def _calls(order, index, attempt, turns):
-    """A sibling's calls; `turns` are (prompt tokens, sampled tokens, version spans)."""
+def _calls(order, index, attempt, turns, **changes):
+    """A sibling's calls; `turns` are (prompt tokens, sampled tokens, version spans). `changes` are of the last call."""
     rollout = rollout_id(order.group_id, index)
     rows = []
     for turn, (prompt, sampled, starts, versions) in enumerate(turns):
@@ -21,17 +23,20 @@ def _calls(order, index, attempt, turns):
         row |= {"group_id": order.group_id, "attempt": attempt, "parent_key": None, "finish_reason": "stop"}
         row |= {"prompt_token_ids": prompt, "token_ids": sampled, "version_starts": starts, "versions": versions}
         row |= {"logprobs": [float(np.float32(-0.1 * t)) for t in sampled]}
+        row |= changes if turn == len(turns) - 1 else {}
         row["digest"] = row_digest(RowKind.STAGED_CALL, row)
         rows.append(row)
     return pa.RecordBatch.from_pylist(rows, schema=STAGED_CALLS)
 
 
-def _two_turns(world, *, second_prompt_continues=True):
+def _two_turns(world, *, broken=lambda order, index: False, **changes):
+    """Every rollout has two calls; the second one of a `broken` rollout has other values."""
+
     def result(order, index, attempt):
         prompt = list(order.prompt.token_ids)
-        second = [*prompt, 11, 12, 40, 41] if second_prompt_continues else [*prompt, 99, 12, 40, 41]
-        turns = [(prompt, [11, 12], [0], [0]), (second, [13, 14, 15], [0, 1], [0, 1])]
-        return SiblingResult(index, attempt, calls=_calls(order, index, attempt, turns), reward=0.5)
+        turns = [(prompt, [11, 12], [0], [0]), ([*prompt, 11, 12, 40, 41], [13, 14, 15], [0, 1], [0, 1])]
+        changed = changes if broken(order, index) else {}
+        return SiblingResult(index, attempt, calls=_calls(order, index, attempt, turns, **changed), reward=0.5)
 
     world.generator.result = result
 
@@ -72,19 +77,67 @@ async def test_calls_of_one_rollout_become_one_row_in_which_each_token_keeps_its
     await world.kill()
 
 
-async def test_scenario_27_calls_that_cannot_be_joined_end_the_run_and_nothing_can_be_saved(make_world):
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"prompt_token_ids": [99, 12, 40, 41]}, "call .*/t1 does not continue the tokens before it"),
+        ({"turn": 2}, "is turn 2 after None, expected turn 1"),
+        ({"parent_key": "another rollout/a0/t0"}, "is turn 1 after another rollout/a0/t0, expected turn 1 after .*/t0"),
+        ({"logprobs": [-0.1, -0.2]}, "captured incompletely: 3 tokens, 2 log-probabilities"),
+        ({"version_starts": [1, 2]}, "captured incompletely: .* versions .0, 1. from .1, 2."),
+        ({"version_starts": [0, 3]}, "captured incompletely"),
+        ({"versions": [0]}, "captured incompletely"),
+    ],
+)
+async def test_a_rollout_whose_calls_cannot_be_joined_is_masked_and_not_guessed(make_world, changes, says):
     world = make_world()
     world.boot()
-    _two_turns(world, second_prompt_continues=False)
+    first = world.passed_by(1)[0]
+    _two_turns(world, broken=lambda order, index: (order.group_id, index) == (first, 1), **changes)
     controller = await world.restore(world.plan())
-    step = asyncio.create_task(controller.train_steps(1, 1))
-    await world.settle(lambda: controller.state == "failed")
-    with pytest.raises(BrokenInvariant, match="does not continue the tokens of rollout"):
-        await step
-    with pytest.raises(BrokenInvariant, match="does not continue"):
-        await controller.attempt_snapshot(1, force=True)
-    assert len(world.generator.orders) == len({order.group_id for order in world.generator.orders})
-    assert [operation for operation, _ in world.store.changes()] == ["create_exclusive"]  # the claim
+    await world.settle(lambda: len(controller.parts.buffer) == 8)
+    group = controller.parts.buffer.ready()[0]
+    handles = controller.parts.rows.rows(group.row_ids)
+    whole, masked = (handle.batch.slice(handle.index, 1).to_pylist()[0] for handle in handles)
+    assert (group.group_id, whole["masked"], masked["masked"]) == (first, False, True)
+    assert masked["token_ids"] == whole["token_ids"][:5], "what was certain before the breach"
+    assert (masked["version_starts"], masked["versions"]) == ([0, 3], [-1, 0])
+    assert group.rewards == (0.5, 0.5), "it counts in the baseline"
+    assert (group.version_tokens, group.num_tokens) == (((0, 3), (1, 2)), 5 + 2), "only trained tokens have an age"
+    (event,) = world.trace.of("rollout_masked")
+    assert event["rollout_id"] == f"{first}_g1"
+    assert re.search(says, event["reason"])
+    (report,) = await world.train(1, 1)
+    assert first in report["group_ids"]
+    await world.kill()
+
+
+@pytest.mark.parametrize("policy", ["shrink", "replace"])
+async def test_scenario_28_a_group_of_which_nothing_can_be_trained_is_dropped_and_both_areas_are_clean(
+    make_world, policy
+):
+    world = make_world(async_rl={"on_dropped_prompt": policy})
+    world.boot()
+    lost = world.passed_by(2)[1]
+    _two_turns(world, broken=lambda order, index: order.group_id == lost, turn=2)
+    controller = await world.restore(world.plan())
+    await world.settle(lambda: len(controller.parts.buffer) == 8 - (policy == "shrink"))
+    parts = controller.parts
+    (dropped,) = parts.state.dropped
+    assert (dropped.prompt.group_id, dropped.target_step) == (lost, 0)
+    assert "none of its 2 rollouts can be trained: call" in dropped.reason
+    assert not [row for row in parts.rows.capture(Cut("test")) if row.startswith(f"{lost}_")]
+    assert lost not in parts.ledger
+    assert parts.state.shortfall == ({0: 1} if policy == "shrink" else {})
+    world.check()
+    await world.snapshot(1)
+    (report,) = await world.train(1, 1)
+    assert len(report["group_ids"]) == 4 - (policy == "shrink")
+    await world.kill()
+    await world.start()
+    await world.train(2, 3)
+    assert lost not in {order.group_id for order in world.generator.orders}
+    assert not world.audit().problems
     await world.kill()
 
 

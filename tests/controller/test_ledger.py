@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from gpu_workers.controller.barrier import Mutation
+from gpu_workers.controller.barrier import Cut, Mutation
 from gpu_workers.controller.recovery_ledger import RecoveryLedger, normalize_for_restart
-from storage.errors import BrokenInvariant
+from storage.errors import BrokenInvariant, FinalizationUnknown
 from storage.records import AttemptStatus, GroupStatus, PromptRef, RecoveryLevel, SealedSibling
 
 PROMPT = PromptRef(7, 0, "ab" * 32)
@@ -67,13 +67,27 @@ def test_a_group_leaves_only_after_it_was_finalized_and_is_not_discarded_meanwhi
         ledger.begin_finalize(LIVE, GROUP)
     for index in range(3):
         ledger.seal(LIVE, GROUP, index, _sealed(index))
-    with pytest.raises(BrokenInvariant, match="released before it was finalized"):
+    with pytest.raises(BrokenInvariant, match="released while ready_to_finalize, not while it is finalized"):
         ledger.release(LIVE, GROUP)
     ledger.begin_finalize(LIVE, GROUP)
-    with pytest.raises(BrokenInvariant, match="discarded while it is being finalized"):
+    with pytest.raises(BrokenInvariant, match="discarded while it is finalizing"):
         ledger.discard(LIVE, GROUP)
     ledger.release(LIVE, GROUP)
     assert GROUP not in ledger
+
+
+def test_what_nobody_knows_the_outcome_of_is_neither_discarded_nor_captured():
+    ledger = _running()
+    for index in range(3):
+        ledger.seal(LIVE, GROUP, index, _sealed(index))
+    with pytest.raises(BrokenInvariant, match="stopped while ready_to_finalize"):
+        ledger.stop_finalizing(LIVE, GROUP)
+    ledger.begin_finalize(LIVE, GROUP)
+    ledger.mark_finalization_unknown(LIVE, GROUP)
+    with pytest.raises(BrokenInvariant, match="discarded while it is finalization_unknown"):
+        ledger.discard(LIVE, GROUP)
+    with pytest.raises(FinalizationUnknown, match=f"{GROUP} is finalization_unknown: nothing can be saved"):
+        ledger.capture(Cut("test"))
 
 
 def test_state_does_not_change_outside_the_barrier():
@@ -87,6 +101,8 @@ def test_state_does_not_change_outside_the_barrier():
         lambda: ledger.seal(dead, GROUP, 0, _sealed(0)),
         lambda: ledger.abandon(dead, GROUP, 0, infrastructure=True),
         lambda: ledger.begin_finalize(dead, GROUP),
+        lambda: ledger.stop_finalizing(dead, GROUP),
+        lambda: ledger.mark_finalization_unknown(dead, GROUP),
         lambda: ledger.release(dead, GROUP),
         lambda: ledger.discard(dead, GROUP),
         lambda: ledger.load(dead, []),

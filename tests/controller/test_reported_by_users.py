@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from gpu_workers.controller.ports import Failure
-from storage.errors import NoRestorableState, SnapshotCorrupt
+from storage.errors import NoRestorableState, SnapshotCorrupt, StoreUnavailable
 from storage.layout import RunLayout
 from storage.manifests import decode_manifest
 from storage.records import RowKind
@@ -199,4 +199,24 @@ async def test_i_the_latest_checkpoint_is_the_latest_durable_one(make_world, sto
     assert world.plan().anchor == plan.anchor
     await world.train(2, 3)
     assert _trained(world)[:4] == world.passed_by(4)
+    await world.kill()
+
+
+async def test_k_an_upload_that_fails_or_hangs_fails_alone_and_training_goes_on(make_world):
+    world = make_world(checkpointing={"save_period": 9}, algorithm={"max_steps": 9})
+    controller = await world.start()
+    await world.settle(lambda: len(controller.parts.buffer) == 8)
+    world.store.fail("write", "/state/ledger", StoreUnavailable("write run/state/ledger: no answer within 60 s"))
+    with pytest.raises(StoreUnavailable, match="run/state/ledger: no answer within 60 s"):
+        await controller.attempt_snapshot(1)
+    upload = world.store.hold("write", "/state/")
+    attempt = asyncio.create_task(controller.attempt_snapshot(2))
+    await world.settle(upload.reached.is_set)
+    reports = await world.train(1, 3)
+    assert [report["step"] for report in reports] == [1, 2, 3]
+    assert not attempt.done()
+    upload.release()
+    assert (await attempt).outcome == "completed"
+    assert [e["outcome"] for e in world.trace.of("snapshot_attempt")] == ["failed", "completed"]
+    assert controller.state == "running"
     await world.kill()

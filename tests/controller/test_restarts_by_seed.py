@@ -5,13 +5,18 @@ import random
 
 import pytest
 
-from gpu_workers.controller.finalizer import digest_of_rows
 from gpu_workers.controller.ports import Failure
+from gpu_workers.controller.row_assembly import digest_of_rows
 from storage.errors import InfrastructureFailure, MidflightError, StoreUnavailable
 
 DATA = Failure(infrastructure=False, message="the answer can't be scored")
 INFRASTRUCTURE = Failure(infrastructure=True, message="503 from the engine")
 LIVES = 3
+SAVING = (
+    {},
+    {"async_save": True},
+    {"async_save": True, "defer_async_checkpoint_finalize": True},
+)
 
 
 class Fate:
@@ -36,7 +41,11 @@ class Fate:
                 "retry_backoff_s": 0.0001,
                 "retry_backoff_max_s": 0.0001,
             },
-            "checkpointing": {"save_period": draw((1, 1, 2)), "save_data_plane": draw((True, True, False))},
+            "checkpointing": {
+                "save_period": draw((1, 2, 3, 5, 10)),
+                "save_data_plane": draw((True, True, False)),
+                **draw(SAVING),
+            },
             "rollout_recovery": {"target_level": draw(("sibling", "prompt_group"))},
         }
         for section, values in more.items():
@@ -121,8 +130,17 @@ def _require_trained_rows_are_published_rows(world):
 
 @pytest.mark.parametrize("seed", range(30))
 async def test_after_any_restarts_every_prompt_was_trained_exactly_once_or_given_up_on_purpose(make_world, seed):
-    fate = Fate(seed, drops=True)
-    world = make_world(**fate.sections())
+    await _require_exactly_once(make_world, Fate(seed, drops=True))
+
+
+@pytest.mark.parametrize("seed", range(200, 220))
+async def test_after_any_restarts_of_streamed_steps_every_prompt_was_trained_exactly_once(make_world, seed):
+    streamed = {"min_groups_for_streaming_train": 1, "finalizer_workers": 1 + seed % 3}
+    await _require_exactly_once(make_world, Fate(seed, drops=True), async_rl=streamed)
+
+
+async def _require_exactly_once(make_world, fate, **more):
+    world = make_world(**fate.sections(**more))
     await _through_all_lives(world, fate)
     state = world.controller.parts.state
     trained = [group_id for groups in world.history().values() for group_id in groups]

@@ -13,6 +13,7 @@ from storage.errors import (
     RestoreRefused,
     StoreUnavailable,
 )
+from storage.manifests import decode_manifest, encode_manifest
 
 LINKS = ("weights", "replay_buffer", "ledger", "spare_prompts", "cursor")
 
@@ -276,6 +277,27 @@ async def test_a_snapshot_on_the_initial_model_is_refused_under_another_configur
     await world.kill()
     world.change("generation", temperature=0.5)
     with pytest.raises(RestoreRefused, match="generation.temperature: saved 1.0, now 0.5"):
+        await world.start()
+
+
+async def test_a_snapshot_of_an_earlier_version_lacks_keys_which_have_their_defaults(make_world):
+    world = make_world()
+    controller = await world.start()
+    await world.settle(lambda: len(controller.parts.buffer) == 8)
+    sequence = (await world.snapshot(1)).manifest.sequence
+    await world.kill()
+    path = world.layout.manifest(sequence)
+    manifest = decode_manifest(world.store.read(path), path)
+    generation = {key: value for key, value in manifest.config["generation"].items() if key != "top_p"}
+    config = {key: value for key, value in manifest.config.items() if key != "rollout_recovery"}
+    world.store.write(
+        path, encode_manifest(manifest.model_copy(update={"config": {**config, "generation": generation}}))
+    )
+    controller = await world.start()
+    assert len(controller.parts.buffer) == 8
+    await world.kill()
+    world.change("generation", top_p=0.9)
+    with pytest.raises(RestoreRefused, match="generation.top_p: saved 1.0, now 0.9"):
         await world.start()
 
 

@@ -10,7 +10,7 @@ from storage.filesystem import open_store
 from storage.layout import RunLayout
 from storage.manifests import ManifestLog
 
-COMMANDS = ("train", "snapshots", "verify", "trace", "demo", "up", "down", "config-reference")
+COMMANDS = ("train", "snapshots", "checkpoint", "verify", "trace", "demo", "up", "down", "config-reference")
 HEAVY = ("prefect", "ray", "torch", "vllm", "transformers", "matplotlib")
 
 
@@ -40,6 +40,13 @@ def test_a_mistake_in_the_configuration_exits_with_two_and_no_traceback(run_main
     assert code == MISTAKE
     assert "unknown key 'max_step'; did you mean 'algorithm.max_steps'?" in shown
     assert "Traceback" not in shown
+
+
+def test_a_checkpoint_of_a_run_that_is_not_live_is_a_mistake(run_main, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    code, shown = run_main("checkpoint", "nobody")
+    assert code == MISTAKE
+    assert "run 'nobody' is not live: no services run for" in shown
 
 
 def test_an_unknown_run_exits_with_one(run_main):

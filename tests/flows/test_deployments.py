@@ -26,4 +26,4 @@ def test_a_deployment_is_an_async_flow_of_its_name_by_module(deployment):
 def test_the_deployments_that_are_called_exist():
     names = {f"{deployment['name']}/{deployment['name']}" for deployment in DEPLOYMENTS}
     assert {TRAIN, RESTORE_DEPLOYMENT} <= names
-    assert names == {"train/train", "restore/restore", "snapshot/snapshot", "verify/verify"}
+    assert names == {"train/train", "restore/restore", "snapshot/snapshot", "checkpoint/checkpoint", "verify/verify"}

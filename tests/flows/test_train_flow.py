@@ -5,8 +5,10 @@ import asyncio
 import pytest
 from prefect import flow
 
+from flows.checkpoint import request_checkpoint
+from flows.failures import TrainFailed
 from flows.train import drive
-from storage.errors import BrokenInvariant, StoreUnavailable
+from storage.errors import BrokenInvariant, ConfigurationError, StoreUnavailable
 from storage.run_config import RunConfig
 
 pytestmark = [pytest.mark.system, pytest.mark.usefixtures("prefect_api")]
@@ -110,6 +112,39 @@ async def test_snapshots_are_attempted_beside_the_training(train, fake_runtime):
     fake_runtime.train_steps = _slow(fake_runtime.train_steps)
     summary = await train()
     assert summary["snapshots"] == fake_runtime.calls.count("snapshot") >= 2
+
+
+async def test_a_checkpoint_that_is_published_late_wakes_the_snapshot_loop(train, fake_runtime):
+    fake_runtime.train_steps = _slow(fake_runtime.train_steps)
+    fake_runtime.durable_after = {step: step - 3 for step in range(4, 201)}
+    await train(max_steps=200, interval_s=3600)
+    assert fake_runtime.calls.count("snapshot") >= 1
+
+
+async def test_checkpoints_that_are_published_with_their_step_wake_nobody(train, fake_runtime):
+    fake_runtime.train_steps = _slow(fake_runtime.train_steps)
+    fake_runtime.durable_after = {step: step for step in range(1, 201)}
+    await train(max_steps=200, interval_s=3600)
+    assert fake_runtime.calls.count("snapshot") == 0
+
+
+async def test_a_last_checkpoint_that_could_not_be_published_fails_the_run_by_its_reason(train, fake_runtime):
+    fake_runtime.checkpoint_failure = "StoreUnavailable: no answer"
+    with pytest.raises(TrainFailed, match="StoreUnavailable: no answer"):
+        await train()
+    assert fake_runtime.live is None
+
+
+async def test_a_checkpoint_on_request_is_asked_of_a_living_run(fake_runtime):
+    @flow(name="checkpoint-under-test")
+    async def under_test():
+        return await request_checkpoint(fake_runtime)
+
+    with pytest.raises(ConfigurationError, match="run 'run' is not live"):
+        await under_test()
+    fake_runtime.start()
+    assert (await under_test())["outcome"] == "completed"
+    assert fake_runtime.calls == ["checkpoint"]
 
 
 async def test_a_cancelled_run_publishes_what_is_unfinished_and_ends(train, fake_runtime):

@@ -10,7 +10,7 @@ import pytest
 from storage.audit import Audit, account
 from storage.filesystem import Store
 from storage.manifests import Manifest
-from storage.records import DroppedPrompt, Progress, SourcePosition
+from storage.records import DroppedPrompt, Progress, SourcePosition, TrainedGroup
 from storage.trace_analysis import batch_age, stop_cost
 from storage.trace_reader import read_events
 
@@ -40,6 +40,8 @@ class Simulation:
                 sequence=restored.sequence,
                 anchor_sequence=None if anchor is None else anchor.sequence,
                 groups_buffered=restored.counts["buffered_groups"],
+                step=restored.step,
+                steps_to_replay=restored.step - (0 if anchor is None else anchor.step),
             )
 
     def record(self, event: str, **fields: Any) -> None:
@@ -69,8 +71,14 @@ class Simulation:
                 rewards=[0.0, 1.0],
             )
 
-    def train(self, step: int, *prompts: int) -> None:
-        self.record("train_step", step=step, version=step, group_ids=[f"e0-p{p}" for p in prompts])
+    def train(self, step: int, *prompts: int, **more: Any) -> None:
+        self.record("train_step", step=step, version=step, group_ids=[f"e0-p{p}" for p in prompts], **more)
+
+    def recorded(self, steps: dict[int, Sequence[int]]) -> dict[str, Any]:
+        """State and rows of trained groups, by the steps that trained them."""
+        made = [(s, n, *self.run.make.buffered(p)) for s, prompts in steps.items() for n, p in enumerate(prompts)]
+        rows = {row_id: row for *_, own in made for row_id, row in own.items()}
+        return {"trained": tuple(TrainedGroup(s, n, group) for s, n, group, _ in made), "more_rows": rows}
 
     def snapshot(
         self,
@@ -94,11 +102,13 @@ class Simulation:
         anchor: Any,
         step: int,
         kind: str = "rollout_snapshot",
+        more_rows: Any = (),
         **state: Any,
     ) -> Manifest:
+        step = max((t.step for t in state.get("trained", ())), default=step)
         progress = Progress(train_steps=step, source=SourcePosition(taken // PROMPTS, taken % PROMPTS))
         whole, rows = self.run.make.state(buffered=buffered, ledger=ledger, progress=progress, **state)
-        bundle = self.run.bundle(whole, rows, anchor=anchor, kind=kind, cut_time=self.clock)
+        bundle = self.run.bundle(whole, {**rows, **dict(more_rows)}, anchor=anchor, kind=kind, cut_time=self.clock)
         if kind == "trainer_checkpoint":
             bundle = replace(bundle, anchor=None)
         self.clock += 1
@@ -138,6 +148,44 @@ def test_a_run_that_was_stopped_and_resumed_trained_every_prompt_once(simulation
     assert audit.problems == []
     assert audit.owners == {"trained": 4, "replay_buffer": 1, "ledger": 0, "spare_prompts": 0, "dropped": 0}
     assert (audit.frontier, audit.pairs_trained, audit.steps_rolled_back) == (5, 8, 1)
+
+
+def _stopped_beyond_its_checkpoint(simulation: Simulation) -> Manifest:
+    """Step 1 is durable; steps 2 and 3 are recorded in a snapshot, step 4 is lost with its process."""
+    simulation.publish(*range(10))
+    simulation.train(1, 0, 1)
+    anchor = simulation.checkpoint(1, taken=2)
+    simulation.train(2, 2, 3)
+    simulation.train(3, 4, 5)
+    trained = simulation.recorded({2: (2, 3), 3: (4, 5)})
+    snapshot = simulation.snapshot(taken=8, buffered=(6, 7), anchor=anchor, **trained)
+    simulation.train(4, 6, 7)
+    simulation.start(snapshot, anchor=anchor)
+    return snapshot
+
+
+def test_recorded_steps_are_trained_whether_or_not_they_were_trained_again_already(simulation: Simulation) -> None:
+    _stopped_beyond_its_checkpoint(simulation)
+    for step, prompts in ((None, ()), (2, (2, 3)), (3, (4, 5))):
+        if step is not None:
+            simulation.train(step, *prompts, replayed=True)
+        audit = simulation.account()
+        assert audit.problems == []
+        assert audit.owners["trained"] == 6
+    assert (audit.pairs_trained, audit.steps_rolled_back) == (3 * 4, 3)
+
+
+def test_a_recorded_batch_that_was_replaced_is_found(simulation: Simulation) -> None:
+    _stopped_beyond_its_checkpoint(simulation)
+    simulation.train(2, 2, 4, replayed=True)
+    assert simulation.account().replayed_otherwise == (2,)
+
+
+def test_a_stop_beyond_the_checkpoint_costs_the_steps_that_were_not_recorded(simulation: Simulation) -> None:
+    _stopped_beyond_its_checkpoint(simulation)
+    simulation.train(2, 2, 3, replayed=True)
+    (cost,) = stop_cost(simulation.store, simulation.run.layout)
+    assert (cost.step, cost.steps_replayed, cost.steps_lost) == (3, 2, 1)
 
 
 def test_every_owner_counts(simulation: Simulation) -> None:

@@ -1,5 +1,6 @@
 """Selection: the newest durable checkpoint and its newest valid snapshot; nothing falls back in silence."""
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 from storage.errors import NoRestorableState, StoreOutcomeUnknown, StoreUnavailable
 from storage.manifests import Anchor, Manifest
 from storage.records import Progress
-from storage.retention import retain
+from storage.retention import Keep, retain
 
 
 def _damage(run: Any, manifest: Manifest, role: str = "state") -> None:
@@ -155,10 +156,46 @@ def test_a_snapshot_of_a_checkpoint_that_the_log_does_not_hold_is_passed_over(ru
         run.select()
 
 
+def _published_late(run: Any, *, step: int, cut_time: float) -> Manifest:
+    """A trainer checkpoint that was cut some time ago and is published only now."""
+    state, rows = run.make.state(progress=Progress(train_steps=step))
+    captured = run.bundle(state, rows, kind="trainer_checkpoint", step=step, cut_time=cut_time)
+    return run.writer.write(replace(captured, anchor=None))
+
+
+@pytest.mark.parametrize("on_a_checkpoint", [False, True])
+def test_a_snapshot_cut_after_a_checkpoint_that_was_published_late_is_newer(run: Any, on_a_checkpoint: bool) -> None:
+    anchor = run.checkpoint(1) if on_a_checkpoint else None
+    before = time.time()
+    snapshot = run.snapshot(buffered=(1,), anchor=anchor)
+    late = _published_late(run, step=2, cut_time=before)
+    assert (run.select().target, run.select().anchor, run.select().passed_over) == (snapshot, anchor, ())
+    assert run.select(mode="trainer_checkpoint").target == late
+    newest = run.snapshot(buffered=(1, 2), anchor=late)
+    assert (run.select().target, run.select().anchor) == (newest, late)
+
+
+def test_times_of_another_controller_say_nothing_about_which_is_newer(run: Any, open_run: Callable[..., Any]) -> None:
+    before = time.time()
+    run.snapshot(buffered=(1,))
+    second = open_run(run.store, writer="second").claim()
+    late = _published_late(second, step=2, cut_time=before)
+    assert run.select().target == late
+
+
+def test_a_damaged_snapshot_that_overtook_a_checkpoint_is_passed_over(run: Any) -> None:
+    before = time.time()
+    lost = run.snapshot(buffered=(1,))
+    _damage(run, lost)
+    late = _published_late(run, step=2, cut_time=before)
+    assert run.select().target == late
+    assert [sequence for sequence, _ in run.select().passed_over] == [lost.sequence]
+
+
 def test_retired_bundles_are_no_candidates(run: Any) -> None:
     for step in (1, 2, 3):
         run.checkpoint(step)
-    retain(run.store, run.layout, run.log, keep_checkpoints=1, keep_per_anchor=1)
+    retain(run.store, run.layout, run.log, keep=Keep(1, 1))
     _damage(run, run.select().target, "weights")
     with pytest.raises(NoRestorableState) as refused:
         run.select()

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from storage.identity import differences, identity, identity_of, redacted
+from storage.identity import differences, identity, identity_of, redacted, with_defaults
 from storage.run_config import RunConfig
 
 BASE = RunConfig(name="demo")
@@ -60,6 +60,28 @@ def test_a_key_that_one_side_lacks_is_named() -> None:
 
 def test_the_identity_of_a_saved_configuration_is_that_of_the_run() -> None:
     assert identity_of(redacted(BASE)) == identity(BASE)
+
+
+def test_keys_that_a_saved_configuration_could_not_know_have_their_defaults() -> None:
+    saved = redacted(RunConfig.model_validate({"name": "demo", "generation": {"temperature": 0.5}}))
+    del saved["generation"]["top_p"]
+    del saved["algorithm"]["critic"]["learning_rate"]
+    del saved["rollout_recovery"]
+    now = RunConfig.model_validate({"name": "demo", "generation": {"temperature": 0.5}})
+    assert identity_of(saved) != identity(now)
+    assert identity_of(with_defaults(saved)) == identity(now)
+    changed = differences(identity_of(with_defaults(saved)).config, identity(_with("generation", top_p=0.9)).config)
+    assert changed == ["generation.temperature: saved 0.5, now 1.0", "generation.top_p: saved 1.0, now 0.9"]
+
+
+def test_a_saved_key_that_exists_no_more_is_a_difference() -> None:
+    saved = {**redacted(BASE), "algorithm": {**redacted(BASE)["algorithm"], "momentum": 0.9}}
+    changed = differences(identity_of(with_defaults(saved)).config, identity(BASE).config)
+    assert changed == ["algorithm.momentum: saved 0.9, now absent"]
+
+
+def test_the_defaults_of_a_whole_configuration_change_nothing() -> None:
+    assert with_defaults(redacted(BASE)) == redacted(BASE)
 
 
 @pytest.mark.parametrize("url", ["s3://key:sesame@bucket/x", "https://sesame@host/x"])

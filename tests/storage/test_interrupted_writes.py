@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from storage.errors import Fenced, StoreError, StoreOutcomeUnknown, StoreUnavailable
-from storage.retention import retain
+from storage.retention import Keep, retain
 
 
 def _writes_of(action: Callable[[Any], Any], store: Any, open_run: Callable[..., Any], stopping: Any) -> int:
@@ -68,7 +68,7 @@ def test_after_every_prefix_of_a_retention_what_it_keeps_restores(
         for step in (1, 2):
             newest = run.checkpoint(10 * number + step, buffered=(step,))
         power.allowed = power.writes + allowed
-        retained = retain(power, run.layout, run.log, keep_checkpoints=1, keep_per_anchor=1)
+        retained = retain(power, run.layout, run.log, keep=Keep(1, 1))
         selection = open_run(store).select()
         assert selection.passed_over == ()
         assert selection.target == newest

@@ -7,7 +7,7 @@ import pytest
 from storage.canonical import sha256
 from storage.errors import Fenced
 from storage.manifests import Manifest
-from storage.retention import Retained, retain
+from storage.retention import Keep, Retained, retain
 
 
 def _retain(run: Any, *, checkpoints: int = 1, per_anchor: int = 1, grace_s: float = 3600.0) -> Retained:
@@ -15,8 +15,7 @@ def _retain(run: Any, *, checkpoints: int = 1, per_anchor: int = 1, grace_s: flo
         run.store,
         run.layout,
         run.log,
-        keep_checkpoints=checkpoints,
-        keep_per_anchor=per_anchor,
+        keep=Keep(checkpoints, per_anchor),
         pinned=run.writer.pinned_parts(),
         grace_s=grace_s,
     )
@@ -102,6 +101,27 @@ def test_the_newest_checkpoint_stays_even_if_none_are_to_be_kept(run: Any) -> No
     checkpoint = run.checkpoint(1)
     assert _retain(run, checkpoints=0, per_anchor=0) == Retained()
     assert _whole(run, checkpoint)
+
+
+def test_the_best_checkpoints_stay_without_their_snapshots(run: Any) -> None:
+    scores = {1: 0.5, 2: 0.9, 3: None, 4: 0.9, 5: 0.1, 6: 0.2}
+    made = {step: run.checkpoint(step) for step in (1, 2)}
+    snapshot = run.snapshot(buffered=(1,), anchor=made[2])
+    made |= {step: run.checkpoint(step) for step in (3, 4, 5, 6)}
+    run.snapshot(buffered=(1,), anchor=made[6])
+    keep = Keep(1, 1, best=2, score=lambda checkpoint: scores[checkpoint.step])
+    retained = retain(run.store, run.layout, run.log, keep=keep, pinned=run.writer.pinned_parts())
+    assert set(retained.retired) == {made[step].sequence for step in (1, 3, 5)} | {snapshot.sequence}
+    assert _whole(run, made[2], made[4], made[6])
+
+
+def test_a_checkpoint_that_is_being_written_is_no_debris_however_long_it_takes(run: Any) -> None:
+    run.snapshot(buffered=(1,))
+    folder = run.layout.checkpoint(3, "first-1")
+    run.store.write(f"{folder}/model.safetensors", b"half of it")
+    keep = {"keep": Keep(1, 1), "grace_s": -1}
+    assert retain(run.store, run.layout, run.log, being_written=folder, **keep).deleted == ()
+    assert retain(run.store, run.layout, run.log, being_written=f"{folder}0", **keep).deleted != ()
 
 
 def test_an_unpublished_file_is_debris_only_after_its_grace_period(run: Any) -> None:

@@ -40,6 +40,7 @@ from storage.state_tables import decode_state, encode_state
 COUNT = st.integers(0, 2**62)
 SMALL = st.integers(0, 9)
 REWARD = st.floats(allow_nan=False)
+SAVED_STATUS = [status for status in GroupStatus if status is not GroupStatus.FINALIZATION_UNKNOWN]
 
 
 @st.composite
@@ -80,7 +81,7 @@ def ledger_groups(draw: st.DrawFn, batch: int) -> LedgerGroup:
     whole = all(sibling.sealed is not None for sibling in slots)
     fields: dict[str, Any] = {"prompt": prompt, "level": draw(st.sampled_from(RecoveryLevel)), "batch": batch}
     if any(sibling.sealed is not None for sibling in slots) or draw(st.booleans()):
-        status = draw(st.sampled_from(GroupStatus)) if whole else GroupStatus.GENERATING
+        status = draw(st.sampled_from(SAVED_STATUS)) if whole else GroupStatus.GENERATING
         stamp = draw(st.none() | COUNT)
         return LedgerGroup(
             **fields,
@@ -129,14 +130,17 @@ PROGRESS = st.builds(
 @st.composite
 def states(draw: st.DrawFn) -> RolloutState:
     """Whole states."""
-    trained = draw(st.lists(st.tuples(SMALL, buffered_groups()), max_size=2))
+    progress = draw(PROGRESS)
+    sizes = draw(st.lists(st.integers(1, 2), max_size=2))  # of the steps that lead to the newest one
+    first = progress.train_steps - len(sizes) + 1
+    places = [(first + nth, place) for nth, size in enumerate(sizes) for place in range(size)]
     return RolloutState(
-        progress=draw(PROGRESS),
+        progress=progress,
         ledger=tuple(draw(ledger_groups(batch)) for batch in range(draw(st.integers(0, 3)))),
         buffer=tuple(draw(st.lists(buffered_groups(), max_size=3))),
         spares=tuple(draw(st.lists(prompts(), max_size=2))),
         dropped=tuple(draw(st.lists(st.builds(DroppedPrompt, prompts(), st.text(), st.none() | COUNT), max_size=2))),
-        trained=tuple(TrainedGroup(step, place, group) for place, (step, group) in enumerate(trained)),
+        trained=tuple(TrainedGroup(*place, draw(buffered_groups())) for place in places),
     )
 
 
@@ -225,6 +229,7 @@ def test_groups_of_one_batch_share_their_admission(make: Any) -> None:
         ({"phase": GroupPhase.RESERVED}, "only reserved, but carries a stamp"),
         ({"start_version": None}, "admitted without a start version"),
         ({"status": GroupStatus.READY_TO_FINALIZE}, "ready_to_finalize with 2 unsealed siblings"),
+        ({"status": GroupStatus.FINALIZATION_UNKNOWN}, "finalization_unknown, which is never saved"),
     ],
 )
 def test_phase_status_and_stamps_agree(make: Any, change: dict[str, Any], says: str) -> None:
@@ -255,6 +260,10 @@ def test_trained_groups_lie_in_committed_steps_and_places_of_their_own(make: Any
     _refused(RolloutState(Progress(), trained=(TrainedGroup(3, 0, one),)), "only 0 steps are committed")
     both = (TrainedGroup(1, 0, one), TrainedGroup(1, 0, other))
     _refused(RolloutState(Progress(train_steps=1), trained=both), "place 0 of step 1 is listed 2 times")
+    holed = (TrainedGroup(1, 0, one), TrainedGroup(3, 0, other))
+    _refused(RolloutState(Progress(train_steps=3), trained=holed), r"steps \[1, 3\], which do not lead to step 3")
+    _refused(RolloutState(Progress(train_steps=4), trained=both[:1]), r"steps \[1\], which do not lead to step 4")
+    _refused(RolloutState(Progress(train_steps=1), trained=(TrainedGroup(1, 1, one),)), "place 1 of the 1 of step 1")
 
 
 def test_a_missing_table_is_never_no_entries(make: Any) -> None:

@@ -98,14 +98,20 @@ class Midflight:
         return read_state(self.home)
 
     def processes_of_runs(self) -> list[psutil.Process]:
-        """Flows, controllers, generators, their engines, and trainers: all processes that live runs consist of."""
-        parts = ("ControllerActor", "GeneratorActor", "TrainerActor", "VLLM::", "prefect.engine")
+        """Flows, controllers, generators, their engines, and trainers: all processes that live runs consist of.
+
+        Their command line is the one at this moment, `process.info["cmdline"]`.
+        """
+        parts = ("ControllerActor", "GeneratorActor", "TrainerActor", "VLLM::", "vllm.v1.engine", "prefect.engine")
         state = self.state()
         assert state is not None
-        marked = marked_processes(MARKER_VARIABLE, state.marker)
+        every = {process.pid: process for process in psutil.process_iter(["ppid", "cmdline"])}
         # A process that sets its own title overwrites the mark: it is found as a descendant of one that has not.
-        found = {process.pid: process for one in marked for process in (one, *one.children(recursive=True))}
-        return [process for process in found.values() if any(part in " ".join(process.cmdline()) for part in parts)]
+        family = {process.pid for process in marked_processes(MARKER_VARIABLE, state.marker)}
+        while children := {pid for pid, process in every.items() if process.info["ppid"] in family} - family:
+            family |= children
+        found = [every[pid] for pid in family & every.keys() if every[pid].info["cmdline"]]
+        return [process for process in found if any(part in " ".join(process.info["cmdline"]) for part in parts)]
 
     def files(self, run: str) -> dict[str, bytes]:
         """Every file of a run."""

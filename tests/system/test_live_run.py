@@ -11,7 +11,11 @@ import pytest
 
 pytestmark = pytest.mark.system
 
-SETTINGS = {"data.num_prompts": 500_000, "rollout_checkpointing.interval_s": 3600}
+SETTINGS = {
+    "data.num_prompts": 500_000,
+    "rollout_checkpointing.interval_s": 3600,
+    "checkpointing.save_period": 50,
+}
 DEPLOYMENT_DEADLINE_S = 120
 
 
@@ -61,6 +65,16 @@ def test_a_snapshot_is_taken_on_request(midflight_home, live):
     assert done.returncode == 0, done.stdout + done.stderr
     attempts = [e for e in midflight_home.events("live") if e["event"] == "snapshot_attempt"]
     assert [attempt["outcome"] for attempt in attempts][-1:] in (["completed"], ["skipped"])
+
+
+def test_a_trainer_checkpoint_is_saved_on_request(midflight_home, live):
+    done = midflight_home.run("checkpoint", "live")
+    assert done.code == 0, done.text
+    assert "durable" in done.text
+    by_flow = run_deployment(midflight_home, "checkpoint/checkpoint", "run=live")
+    assert by_flow.returncode == 0, by_flow.stdout + by_flow.stderr
+    requested = [e for e in midflight_home.events("live") if e.get("trigger") == "request"]
+    assert {e["event"] for e in requested} == {"checkpoint_published"}
 
 
 def test_a_live_run_can_be_verified(midflight_home, live):

@@ -30,7 +30,7 @@ ENDS_WITHIN_S = 60
 
 
 def controller_of(midflight):
-    return next(p for p in midflight.processes_of_runs() if "ControllerActor" in " ".join(p.cmdline()))
+    return next(p for p in midflight.processes_of_runs() if "ControllerActor" in " ".join(p.info["cmdline"]))
 
 
 def flow_run_of(midflight):
@@ -44,7 +44,7 @@ def flow_run_of(midflight):
 def flow_process_of(midflight):
     """The process of that flow run; those of its child runs live beside it for a while."""
     run = flow_run_of(midflight)
-    engines = [p for p in midflight.processes_of_runs() if "prefect.engine" in " ".join(p.cmdline())]
+    engines = [p for p in midflight.processes_of_runs() if "prefect.engine" in " ".join(p.info["cmdline"])]
     return next(process for process in engines if process.environ().get("PREFECT__FLOW_RUN_ID") == run)
 
 

@@ -1,7 +1,8 @@
 """Real Prefect, Ray, vLLM, torch and files: a run that is killed again and again ends like one that never was.
 
 The run is synchronous (lookahead 0), so that it is a function of its seed: after every restore rollouts and weights
-have the hashes of the uninterrupted run, bit for bit.
+have the hashes of the uninterrupted run, bit for bit. Trainer checkpoints are rarer than steps, so that batches trained
+since the last one are trained again.
 """
 
 import time
@@ -19,13 +20,15 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(1500)]
 
 Event = Mapping[str, Any]
 DEADLINE_S = 240.0
-STEPS, PROMPTS, GENERATIONS = 7, 6, 4
+PROCESSES = 5  # flow, controller, generator, its engine, trainer
+STEPS, PROMPTS, GENERATIONS, SAVE_PERIOD = 20, 6, 4, 5
 # Two sequences at a time: a group's siblings are sealed one after the other, and a step's rollouts take a while.
 SETTINGS = {
     "algorithm__max_steps": STEPS,
     "algorithm__num_prompts_per_step": PROMPTS,
     "async_rl__max_lookahead_versions": 0,
     "generation__max_num_seqs": 2,
+    "checkpointing__save_period": SAVE_PERIOD,
     "rollout_checkpointing__interval_s": 0.2,
 }
 
@@ -43,12 +46,12 @@ def kill_when(midflight: Any, run: str, moment: Callable[[Sequence[Event]], bool
         this_life = [e for e in midflight.events(run) if e["run_process"] not in lives_before]
         if moment(this_life):
             victims = midflight.processes_of_runs()
-            controllers = [process for process in victims if "ControllerActor" in " ".join(process.cmdline())]
+            controllers = [process for process in victims if "ControllerActor" in " ".join(process.info["cmdline"])]
             assert len(controllers) == 1, victims
             controllers[0].suspend()
             this_life = [e for e in midflight.events(run) if e["run_process"] not in lives_before]
-            if moment(this_life) and newest_published(this_life) >= newest_in_store(midflight, run):
-                assert len(victims) >= 5, victims
+            is_newest = newest_published(this_life) >= newest_in_store(midflight, run)
+            if moment(this_life) and is_newest and len(victims) >= PROCESSES:
                 for process in [*controllers, *(victim for victim in victims if victim not in controllers)]:
                     process.kill()
                 return this_life
@@ -68,8 +71,10 @@ def newest_in_store(midflight: Any, run: str) -> int:
     return max((bundle.sequence for bundle in (*checkpoints, *snapshots)), default=0)
 
 
-def snapshot_with_sealed_siblings(*, step: int) -> Callable[[Sequence[Event]], bool]:
-    """A snapshot of train step `step` whose unfinished groups hold sealed siblings while others run, just published."""
+def snapshot_with_sealed_siblings(*, step: int, recorded: int = 0) -> Callable[[Sequence[Event]], bool]:
+    """A snapshot from train step `step` on, just published. Its unfinished groups hold sealed siblings, others run;
+    it holds the batches of at least `recorded` steps.
+    """
 
     def moment(events: Sequence[Event]) -> bool:
         steps = [int(e["step"]) for e in events if e["event"] == "train_step"]
@@ -79,6 +84,7 @@ def snapshot_with_sealed_siblings(*, step: int) -> Callable[[Sequence[Event]], b
             and newest["outcome"] == "completed"
             and int(newest["step"]) >= step
             and int(newest["step"]) >= max(steps, default=0)
+            and int(newest["recorded_steps"]) >= recorded
             and int(newest["sealed_siblings"]) > 0
             and int(newest["running_attempts"]) > 0
         )
@@ -86,9 +92,14 @@ def snapshot_with_sealed_siblings(*, step: int) -> Callable[[Sequence[Event]], b
     return moment
 
 
-def step_committed(step: int) -> Callable[[Sequence[Event]], bool]:
-    """Step `step` or a later one is committed; its trainer checkpoint is being written."""
-    return lambda events: any(e["event"] == "train_step" and int(e["step"]) >= step for e in events)
+def checkpointing(events: Sequence[Event]) -> bool:
+    """A step is committed at which a trainer checkpoint is due; it is being written."""
+    return any(e["event"] == "train_step" and int(e["step"]) % SAVE_PERIOD == 0 for e in events)
+
+
+def replaying(events: Sequence[Event]) -> bool:
+    """A recorded batch was just trained again; others may follow."""
+    return any(e["event"] == "train_step" and e["replayed"] for e in events)
 
 
 def restored(events: Sequence[Event]) -> bool:
@@ -102,15 +113,16 @@ def effective_hashes(events: Sequence[Event]) -> dict[int, tuple[str, str]]:
     return {int(e["step"]): (e["rollouts_sha256"], e["weights_sha256"]) for e in trained}
 
 
-def test_a_run_killed_four_times_is_bitwise_the_run_that_was_never_stopped(midflight_home, train_command):
+def test_a_run_killed_five_times_is_bitwise_the_run_that_was_never_stopped(midflight_home, train_command):
     midflight = midflight_home
     whole = midflight.run(*train_command("whole", SETTINGS))
     assert whole.code == 0, whole.text
 
     moments = [
         snapshot_with_sealed_siblings(step=0),  # before the first step: restored onto the initial model
-        snapshot_with_sealed_siblings(step=2),
-        step_committed(4),  # while its trainer checkpoint is being written
+        snapshot_with_sealed_siblings(step=2, recorded=2),  # whose batches are trained again
+        replaying,  # while they are
+        checkpointing,
         restored,  # again, before any step
     ]
     frozen: list[list[Event]] = []
@@ -126,10 +138,12 @@ def test_a_run_killed_four_times_is_bitwise_the_run_that_was_never_stopped(midfl
     assert effective_hashes(midflight.events("killed")) == expected
 
     restores = [e for e in midflight.events("killed") if e["event"] == "checkpoint_restored"]
-    assert len(restores) == 4
+    assert len(restores) == 5
+    assert int(restores[1]["steps_to_replay"]) >= 2
     for life, restore in zip(frozen[:2], restores[:2], strict=True):
         snapshot = next(e for e in reversed(life) if e["event"] == "snapshot_attempt" and e["outcome"] == "completed")
         assert 0 < int(snapshot["sealed_siblings"]) == int(restore["siblings_reused"])
     accounts = audit(midflight.store, RunLayout("killed"))
     assert not accounts.problems
+    assert accounts.steps_rolled_back >= 2
     assert accounts.pairs_trained == STEPS * PROMPTS * GENERATIONS

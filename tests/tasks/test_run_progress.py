@@ -58,6 +58,14 @@ def test_steps_that_a_restore_undid_are_forgotten():
     assert (progress.step, progress.reward) == (2, 0.25)
 
 
+def test_steps_that_are_trained_again_from_their_batches_are_counted():
+    progress = RunProgress()
+    progress.add([step(1, 0.1), step(2, 0.2), step(3, 0.3)])
+    progress.add([{"t": 4.0, "event": "checkpoint_restored", "step": 2, "model_step": 0}])
+    progress.add([{**step(n, n / 10), "replayed": n < 3} for n in (1, 2, 3)])
+    assert (progress.rewards, progress.replayed) == ({1: 0.1, 2: 0.2, 3: 0.3}, 2)
+
+
 def test_only_completed_attempts_count_as_snapshots():
     attempt = {"t": 1.0, "event": "snapshot_attempt"}
     progress = RunProgress()

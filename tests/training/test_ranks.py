@@ -94,4 +94,4 @@ def test_two_ranks_train_policy_and_critic_as_one(
 
 
 def test_one_rank_alone_adds_nothing() -> None:
-    assert (OneRank.rank, OneRank.size, OneRank.process_group) == (0, 1, None)
+    assert (OneRank.rank, OneRank.size, OneRank.saving_group) == (0, 1, None)

@@ -2,6 +2,7 @@
 
 import json
 import pickletools
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,14 @@ from transformers import AutoModelForCausalLM
 
 from gpu_workers.training.trainer_actor import TrainerActor
 from storage.checkpoints import CheckpointFiles
-from storage.errors import FormatUnsupported, MidflightError, RestoreRefused, SnapshotCorrupt
+from storage.errors import (
+    BrokenInvariant,
+    FormatUnsupported,
+    MidflightError,
+    RestoreRefused,
+    SnapshotCorrupt,
+    StoreUnavailable,
+)
 from storage.filesystem import open_store
 
 Files = list[dict[str, Any]]
@@ -66,6 +74,42 @@ def test_a_restored_trainer_goes_on_bit_by_bit_also_in_a_fresh_process(
     restored.restore(files)
     assert [run_step(restored, step, rows).weights_sha256 for step, rows in later.items()] == uninterrupted
     assert process()["hashes"] == uninterrupted
+
+
+def _written(trainer: TrainerActor, prefix: str) -> Files:
+    """The files of a save in the background, as soon as there are any."""
+    deadline = time.monotonic() + 60
+    while (files := trainer.saved_files(prefix)) is None:
+        assert time.monotonic() < deadline, "the save never ended"
+        time.sleep(0.01)
+    return files
+
+
+def test_a_checkpoint_written_in_the_background_is_that_of_the_moment_it_was_begun(
+    trained: TrainerActor, make_trainer: Any, make_rows: Any, run_step: Any
+) -> None:
+    result = trained.finish_step(2)
+    trained.begin_save("run/checkpoints/step_000002")
+    third = run_step(trained, 3, make_rows(groups=3, seed=3))
+    files = _written(trained, "run/checkpoints/step_000002")
+    restored = make_trainer()
+    restored.restore(files)
+    assert restored.finish_step(2) == result
+    assert run_step(restored, 3, make_rows(groups=3, seed=3)).weights_sha256 == third.weights_sha256
+
+
+def test_what_a_save_in_the_background_failed_with_is_raised_and_the_next_one_can_succeed(
+    trained: TrainerActor, store_dir: Path
+) -> None:
+    store_dir.mkdir(parents=True, exist_ok=True)
+    (store_dir / "blocked").write_text("a file where a folder would have to be")
+    trained.begin_save("blocked/step_000002")
+    with pytest.raises(StoreUnavailable, match="blocked"):
+        _written(trained, "blocked/step_000002")
+    with pytest.raises(BrokenInvariant, match="asked for the files below run/checkpoints/a, but saved below blocked"):
+        trained.saved_files("run/checkpoints/a")
+    trained.begin_save("run/checkpoints/a")
+    assert _written(trained, "run/checkpoints/a")
 
 
 def test_a_restored_trainer_knows_its_last_step_and_forgets_an_open_one(

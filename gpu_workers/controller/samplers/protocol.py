@@ -46,7 +46,8 @@ class SamplingPolicy(Protocol):
     ) -> list[BufferedGroup]:
         """Groups for the step that is trained at `version`, in training order: `least` to `most` of them, or none.
 
-        `ready` are finished and unclaimed, `unfinished` admitted and not finished, both in dispatch order.
+        `ready` are finished and unclaimed, `unfinished` admitted and not finished, both in dispatch order. A streamed
+        step asks several times at one `version`: each answer is a chunk, `most` is what the step has left.
         """
         ...
 

@@ -90,6 +90,38 @@ def test_a_selection_is_least_to_most_ready_groups_or_none(course, lag):
     assert run.version > 5
 
 
+def _take_in_chunks(run, rng, chunk):
+    """A streamed step: what is taken is not offered again, and other groups finish between two chunks."""
+    taken = []
+    while left := STEP - len(taken):
+        chosen = run.select(least=min(chunk, left), most=left)
+        assert len(chosen) in (0, *range(min(chunk, left), left + 1))
+        taken += chosen
+        run.ready = [group for group in run.ready if group not in chosen]
+        if not chosen:
+            run.turn(rng)
+    return taken
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_a_step_that_is_taken_in_chunks_keeps_the_samplers_rule_from_its_first_group_to_its_last(
+    course, lag, chunk, sampler_name
+):
+    run, rng = course(lag), random.Random(60 + lag)
+    for version in range(12):
+        step = _take_in_chunks(run, rng, chunk)
+        assert len({group.group_id for group in step}) == STEP
+        starts = [group.start_version for group in step]
+        if step[0].target_step is not None:
+            assert {group.target_step for group in step} == {version}
+        if sampler_name == "weight_fifo":
+            assert starts == sorted(starts), "no newer version before an older one, across chunks too"
+        if sampler_name in ("weight_fifo", "windowed"):
+            assert min(starts) >= version - lag
+        run.version += 1
+
+
 @pytest.mark.parametrize("lag", [0, 1, 2])
 def test_what_is_evicted_could_not_be_selected_any_more_and_what_is_not_still_can(course, lag):
     run, rng = course(lag), random.Random(10 + lag)

@@ -176,7 +176,8 @@ async def test_stale_groups_count_as_capacity_until_the_trainer_gives_them_up(ma
     await world.settle(lambda: len(parts.buffer) == 11)
     await controller.train_steps(1, 1)
     await world.settle(lambda: len(parts.buffer) == 11)
-    assert sorted(group.start_version for group in parts.buffer.ready()) == [0] * 8 + [1] * 3
+    # The eighth of version 0 was finalized when it had left the window already: it was never published.
+    assert sorted(group.start_version for group in parts.buffer.ready()) == [0] * 7 + [1] * 4
     for _ in range(100):
         await asyncio.sleep(0)
         assert len(parts.buffer) + controller.describe()["running_groups"] == 11
