@@ -202,7 +202,7 @@ async def test_scenario_56_crash_resume_crash_again_before_any_step_resume(make_
         await world.restore(world.plan())
         await world.settle(lambda: len(world.generator.orders) == 4)
         if number == 2:
-            await world.snapshot(1)
+            await world.snapshot(1, force=True)
         await world.kill()
     await world.start()
     await world.train(2, 8)

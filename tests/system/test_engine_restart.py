@@ -10,11 +10,11 @@ import pytest
 from storage.layout import RunLayout
 from tasks.accounting import audit
 
-pytestmark = [pytest.mark.system, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
 Event = Mapping[str, Any]
 RUN = "restarted"
-DEADLINE_S = 200.0
+DEADLINE_S = 280.0
 STEPS, PROMPTS, GENERATIONS = 16, 6, 4
 SETTINGS = {
     "algorithm__max_steps": STEPS,
