@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(1500)]
 
 Event = Mapping[str, Any]
 DEADLINE_S = 240.0
+PROCESSES = 5  # flow, controller, generator, its engine, trainer
 STEPS, PROMPTS, GENERATIONS, SAVE_PERIOD = 20, 6, 4, 5
 # Two sequences at a time: a group's siblings are sealed one after the other, and a step's rollouts take a while.
 SETTINGS = {
@@ -38,26 +39,18 @@ SETTINGS = {
 def processes_of_the_run(marker: str) -> list[Any]:
     """Flow, controller, generators, their engines, and trainer: every process that the run itself consists of."""
     parts = ("ControllerActor", "GeneratorActor", "TrainerActor", "VLLM::", "prefect.engine")
-    marked = marked_processes(MARKER_VARIABLE, marker)
+    every = {process.pid: process for process in psutil.process_iter(["ppid", "cmdline"])}
     # A process that sets its own title overwrites the mark: it is found as a descendant of one that has not.
-    found = {process.pid: process for one in marked for process in (one, *descendants(one))}
-    return [process for process in found.values() if any(part in command_of(process) for part in parts)]
-
-
-def descendants(process: Any) -> list[Any]:
-    """Its descendants; none if it has ended meanwhile."""
-    try:
-        return list(process.children(recursive=True))
-    except psutil.NoSuchProcess:
-        return []
+    family = {process.pid for process in marked_processes(MARKER_VARIABLE, marker)}
+    while children := {pid for pid, process in every.items() if process.info["ppid"] in family} - family:
+        family |= children
+    found = [every[pid] for pid in family & every.keys()]
+    return [process for process in found if any(part in command_of(process) for part in parts)]
 
 
 def command_of(process: Any) -> str:
-    """Its command line; empty if it has ended meanwhile."""
-    try:
-        return " ".join(process.cmdline())
-    except psutil.NoSuchProcess:
-        return ""
+    """Its command line when the processes were listed."""
+    return " ".join(process.info["cmdline"] or ())
 
 
 def kill_when(midflight: Any, run: str, moment: Callable[[Sequence[Event]], bool]) -> list[Event]:
@@ -77,8 +70,8 @@ def kill_when(midflight: Any, run: str, moment: Callable[[Sequence[Event]], bool
             assert len(controllers) == 1, victims
             controllers[0].suspend()
             this_life = [e for e in midflight.events(run) if e["run_process"] not in lives_before]
-            if moment(this_life) and newest_published(this_life) >= newest_in_store(midflight, run):
-                assert len(victims) >= 5, victims
+            is_newest = newest_published(this_life) >= newest_in_store(midflight, run)
+            if moment(this_life) and is_newest and len(victims) >= PROCESSES:
                 for process in [*controllers, *(victim for victim in victims if victim not in controllers)]:
                     process.kill()
                 return this_life
