@@ -38,7 +38,7 @@ SETTINGS = {
 
 def processes_of_the_run(marker: str) -> list[Any]:
     """Flow, controller, generators, their engines, and trainer: every process that the run itself consists of."""
-    parts = ("ControllerActor", "GeneratorActor", "TrainerActor", "VLLM::", "prefect.engine")
+    parts = ("ControllerActor", "GeneratorActor", "TrainerActor", "VLLM::", "vllm.v1.engine", "prefect.engine")
     every = {process.pid: process for process in psutil.process_iter(["ppid", "cmdline"])}
     # A process that sets its own title overwrites the mark: it is found as a descendant of one that has not.
     family = {process.pid for process in marked_processes(MARKER_VARIABLE, marker)}
