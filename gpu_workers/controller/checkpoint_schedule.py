@@ -31,6 +31,11 @@ class CheckpointSchedule:
         self._boundary: float | None = None
         self._longest_s = 0.0
 
+    def begin_step(self) -> None:
+        """A step begins. Only the first one is measured from here, the others from the boundary before."""
+        if self._boundary is None:
+            self._boundary = self._clock()
+
     def due(self, step: int, *, saved_step: int, end_of_data: bool = False) -> Trigger | None:
         """Why the committed step `step` is to be saved now, if it is; `saved_step` is the newest saved one."""
         self._measure()

@@ -47,6 +47,11 @@ class RolloutRuntimeState:
         """The train step that ledger, buffer and sampler stand at: the trainer's, or the last recorded one."""
         return max(self.train_steps, self.recorded.last)
 
+    @property
+    def has_caught_up(self) -> bool:
+        """Whether nothing is left to be trained again, and the generators hold the weights that dispatch goes by."""
+        return self.generator_version >= self.rollout_step
+
     def fail(self, error: BaseException) -> None:
         """Remember the first failure that ends the run and wake everybody."""
         if self.failure is None:

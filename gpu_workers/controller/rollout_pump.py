@@ -37,7 +37,7 @@ class RolloutPump:
         While recorded steps are trained again, the generators hold weights that nothing may be started from.
         """
         state = self._parts.state
-        await state.changed.wait_for(lambda: state.generator_version >= state.rollout_step)
+        await state.changed.wait_for(lambda: state.has_caught_up)
         async with asyncio.TaskGroup() as tasks:
             await self._launch_restored(tasks)
             while batch := await self._reserve_batch():

@@ -167,6 +167,7 @@ class SingleController:
 
     async def _drive_step(self, step: int) -> Mapping[str, Any] | None:
         """One step and the trainer checkpoint that is due after it. A broken invariant ends the run."""
+        self._schedule.begin_step()
         try:
             report = await self._train_pump.train_step(step)
             await self._checkpoint_if_due(end_of_data=report is None)

@@ -117,6 +117,15 @@ def test_scenario_47_the_deadline_saves_once_at_the_last_boundary_from_which_ano
     assert _triggers(schedule, clock, range(1, 30), seconds=15) == {6: Trigger.DEADLINE}
 
 
+def test_a_first_step_that_takes_more_than_half_of_the_time_is_saved_at_once(configure):
+    clock = Clock()
+    deadline = {"save_period": 99, "checkpoint_must_save_by": "01:40"}
+    schedule = CheckpointSchedule(configure(checkpointing=deadline, algorithm={"max_steps": 90}), clock=clock)
+    clock.now += 5
+    schedule.begin_step()
+    assert _triggers(schedule, clock, range(1, 4), seconds=50) == {1: Trigger.DEADLINE}
+
+
 def test_a_periodic_checkpoint_just_before_the_deadline_is_the_one(configure):
     clock = Clock()
     deadline = {"save_period": 3, "checkpoint_must_save_by": "00:00:01:40"}
