@@ -23,8 +23,8 @@ class RolloutRuntimeState:
     `generator_version` is the weight version the generators hold; dispatch is gated on it, so that with lookahead 0
     no token is sampled from weights that are about to be replaced. `failure` ends the run.
 
-    After a restore the trainer may stand before the step that the rollout state belongs to: the steps in between are
-    `recorded` and are trained again first. Nothing is dispatched before the generators have caught up.
+    After a restore the trainer may stand before `restored_step`, which the rollout state belongs to: the steps in
+    between are `recorded` and are trained again first. Nothing is dispatched before the generators have caught up.
     """
 
     train_steps: int = 0
@@ -37,6 +37,7 @@ class RolloutRuntimeState:
     spares: deque[PromptRef] = field(default_factory=deque)
     dropped: list[DroppedPrompt] = field(default_factory=list)
     recorded: RecordedSteps = field(default_factory=RecordedSteps)
+    restored_step: int = 0
     in_commit_window: bool = False
     parked: bool = False
     failure: BaseException | None = None
@@ -50,7 +51,7 @@ class RolloutRuntimeState:
     @property
     def has_caught_up(self) -> bool:
         """Whether nothing is left to be trained again, and the generators hold the weights that dispatch goes by."""
-        return self.generator_version >= self.rollout_step
+        return self.generator_version >= self.restored_step
 
     def fail(self, error: BaseException) -> None:
         """Remember the first failure that ends the run and wake everybody."""

@@ -189,6 +189,7 @@ class RolloutRestorer:
             parts.sampler.restore(dispatch)
             parts.source.seek(progress.source)
             state.train_steps = state.trainer_version = saved.model_step
+            state.restored_step = progress.train_steps
             state.stamps = progress.stamps
             state.next_batch, state.next_order = progress.next_batch, progress.next_order
             state.shortfall = dict(progress.shortfall)

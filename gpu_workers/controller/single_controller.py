@@ -204,6 +204,7 @@ class SingleController:
         Where a committing step is in the way, the snapshot follows it; no other step starts before.
         """
         self.park()
+        await self._checkpoints.forget_failed()
         outcome = await self.attempt_snapshot(number, force=True)
         if outcome.reason in PASSING_REASONS:
             async with self._train_lock:
@@ -211,7 +212,11 @@ class SingleController:
         return outcome
 
     async def _record_dispatch(self) -> None:
-        """Save at once what runs now: a prompt that crashes the run before the next snapshot must be counted too."""
+        """Save at once what runs now: a prompt that crashes the run before the next snapshot must be counted too.
+
+        Nothing runs before the steps that the restored bundle has recorded are trained again.
+        """
+        await self.parts.state.changed.wait_for(lambda: self.parts.state.has_caught_up)
         for _ in range(_TURNS_TO_DISPATCH):
             await asyncio.sleep(0)
         with suppress(MidflightError):

@@ -68,6 +68,9 @@ class RolloutSnapshotter:
         state, barrier = self._parts.state, self._parts.barrier
         if state.in_commit_window:
             return SnapshotOutcome(number, "skipped", _COMMITTING)
+        if not state.has_caught_up:
+            # It would be the restored bundle again, and look as if this process had got further.
+            return SnapshotOutcome(number, "skipped", "replaying_recorded_steps")
         if not force and barrier.mutation_version == self._saved_version:
             return SnapshotOutcome(number, "skipped", "no_data_plane_mutations")
         await self._checkpoints.flush()

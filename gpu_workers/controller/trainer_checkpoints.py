@@ -104,6 +104,14 @@ class TrainerCheckpoints:
         async with self._publisher.lock:
             await self._finish()
 
+    async def forget_failed(self) -> None:
+        """Before the last snapshot of a process: a checkpoint that failed is told in the trace, and in nobody's way."""
+        async with self._publisher.lock:
+            pending = self._pending
+            if pending is not None and pending.has_failed:
+                self._pending = None
+                self._record_failure(pending, pending.failure or pending.writes.exception())
+
     def abandon(self) -> None:
         """The controller has ended: nothing is published any more."""
         if self._watcher is not None:
@@ -172,6 +180,6 @@ class TrainerCheckpoints:
         if not is_retryable(error):
             self._parts.state.fail(error)
 
-    def _record_failure(self, pending: _Pending, error: Exception) -> None:
+    def _record_failure(self, pending: _Pending, error: BaseException | None) -> None:
         step, reason = pending.captured.trainer_step, f"{type(error).__name__}: {error}"
         self._parts.trace.record("checkpoint_failed", step=step, trigger=pending.trigger, reason=reason[:500])

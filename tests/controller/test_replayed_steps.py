@@ -102,17 +102,56 @@ async def test_nothing_is_dispatched_before_the_generators_hold_the_weights_of_t
     await world.kill()
 
 
-async def test_a_snapshot_during_a_replay_is_the_restored_one_again(make_world):
-    world, bundle = await _killed_at(make_world, 8)
-    await world.start()
+async def test_during_a_replay_no_snapshot_is_taken_since_it_would_be_the_restored_one_again(make_world):
+    world, bundle = await _killed_at(make_world, 7)
+    controller = await world.start()
+    changes = world.store.changes()
     for step in (6, 7):
-        again = await world.snapshot(step, force=True)
-        assert again.manifest.logical_digest == bundle.manifest.logical_digest
-        assert (again.manifest.anchor, again.manifest.step) == (bundle.manifest.anchor, 8)
-        parts = {e.path for e in bundle.manifest.files if e.role == "part"}
-        assert {e.path for e in again.manifest.files if e.role == "part"} == parts
+        outcome = await controller.attempt_snapshot(step, force=True)
+        assert (outcome.outcome, outcome.reason) == ("skipped", "replaying_recorded_steps")
+        assert (world.store.changes(), world.plan().target) == (changes, bundle.manifest.sequence)
         await world.train(step, step)
+    again = await world.snapshot(8, force=True)
+    assert (again.state.model_step, again.state.progress.train_steps) == (5, 7)
+    assert again.state.trained == bundle.state.trained
+    assert {e.path for e in bundle.manifest.files if e.role == "part"} <= {e.path for e in again.manifest.files}
     await world.kill()
+
+
+async def test_m_a_prompt_that_crashes_the_run_right_after_each_replay_is_given_up_too(make_world):
+    """What is saved during a replay would look like progress, and the attempt that crashes would never be counted."""
+    world = make_world(
+        algorithm={"max_steps": 9},
+        checkpointing={"save_period": 9},
+        async_rl={"max_lookahead_versions": 0, "max_interrupted_attempts": 2, "spare_prompts": 0},
+    )
+    world.boot()
+    late, crasher = set(world.passed_by(40)[8:]), world.passed_by(9)[8]
+    world.generator.held = lambda group_id, index: group_id in late
+    await world.restore(world.plan())
+    await world.train(1, 2)
+    await world.settle(lambda: _ran(world, crasher))
+    await world.snapshot(1, force=True)
+    await world.kill()
+    for life in range(9):
+        world.boot()
+        world.generator.held = lambda group_id, index: group_id == crasher
+        await world.restore(world.plan())
+        for step in (1, 2):
+            await world.controller.attempt_snapshot(step, force=True)
+            await world.train(step, step)
+        await world.settle(lambda: _ran(world, crasher) or bool(world.controller.parts.state.dropped))
+        if world.controller.parts.state.dropped:
+            break
+        if life % 2:
+            await world.settle(lambda: any(e["outcome"] == "completed" for e in world.trace.of("snapshot_attempt")))
+        await world.kill()
+    assert [dropped.prompt.group_id for dropped in world.controller.parts.state.dropped] == [crasher]
+    await world.kill()
+
+
+def _ran(world, group_id):
+    return any(e["rollout_id"].startswith(f"{group_id}_") for e in world.trace.of("attempt_dispatched"))
 
 
 async def test_a_replay_that_is_killed_again_and_again_loses_nothing(make_world):
@@ -129,7 +168,6 @@ async def test_a_replay_that_is_killed_again_and_again_loses_nothing(make_world)
         await world.start()
         if replayed:
             await world.train(6, 5 + replayed)
-            await world.snapshot(1, force=True)
         await world.kill()
         assert world.audit().problems == []
     controller = await world.start()

@@ -23,6 +23,7 @@ class Fate:
     """What befalls one run, drawn from a seed."""
 
     def __init__(self, seed: int, *, drops: bool) -> None:
+        self._seed = seed
         self.random = random.Random(seed)
         self._drops = drops
         self._attempts = 0
@@ -44,7 +45,7 @@ class Fate:
             "checkpointing": {
                 "save_period": draw((1, 2, 3, 5, 10)),
                 "save_data_plane": draw((True, True, False)),
-                **draw(SAVING),
+                **SAVING[self._seed % len(SAVING)],
             },
             "rollout_recovery": {"target_level": draw(("sibling", "prompt_group"))},
         }

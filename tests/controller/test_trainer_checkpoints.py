@@ -238,6 +238,25 @@ async def test_scenario_44_a_background_failure_surfaces_when_the_run_is_closed(
     await world.kill()
 
 
+async def test_a_background_failure_does_not_cost_the_last_snapshot_of_a_process(make_world):
+    world, controller = await _writing(make_world)
+    world.trainer.before_save = _fail_once(_down("an upload failed"))
+    world.trainer.save_gate.set()
+    await world.settle(lambda: not world.trainer.waiting_at)
+    outcome = await controller.publish_last(-1)
+    assert (outcome.outcome, world.bundles.manifest(outcome.sequence).step) == ("completed", 3)
+    assert [e["step"] for e in world.trace.of("checkpoint_failed")] == [2]
+    await world.kill()
+
+
+async def test_the_last_snapshot_of_a_process_does_not_wait_for_a_checkpoint_that_is_being_written(make_world):
+    world, controller = await _writing(make_world)
+    outcome = await controller.publish_last(-1)
+    assert (outcome.outcome, world.trainer.waiting_at) == ("completed", "save")
+    await world.kill()
+    assert world.plan().target == outcome.sequence
+
+
 async def test_a_failed_publication_is_raised_by_the_next_save(make_world):
     world, controller = await _writing(make_world)
     world.store.fail("create_exclusive", "/manifests/", _down("no manifest today"))
