@@ -1,6 +1,9 @@
 """What users of such systems reported, each as a test; the letter is the report's."""
 
 import asyncio
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +14,7 @@ from storage.manifests import decode_manifest
 from storage.records import RowKind
 from storage.schemas import row_digest
 
+ROOT = Path(__file__).resolve().parents[2]
 DATA = Failure(infrastructure=False, message="the answer can't be scored")
 
 
@@ -219,4 +223,48 @@ async def test_k_an_upload_that_fails_or_hangs_fails_alone_and_training_goes_on(
     assert (await attempt).outcome == "completed"
     assert [e["outcome"] for e in world.trace.of("snapshot_attempt")] == ["failed", "completed"]
     assert controller.state == "running"
+    await world.kill()
+
+
+async def test_l_a_long_save_stops_no_rollout_whose_deadline_would_run_meanwhile(make_world):
+    world = make_world()
+    world.boot()
+    world.generator.held = lambda group_id, index: index == 1
+    controller = await world.restore(world.plan())
+    await world.settle(lambda: controller.describe()["sealed_siblings"] == 8)
+    upload = world.store.hold("write", "/state/")
+    attempt = asyncio.create_task(controller.attempt_snapshot(1))
+    await world.settle(upload.reached.is_set)
+    world.generator.release()
+    await world.settle(lambda: len(controller.parts.buffer) == 8)
+    assert not attempt.done()
+    upload.release()
+    assert (await attempt).outcome == "completed"
+    assert world.trace.of("attempt_abandoned") == []
+    await world.kill()
+
+
+def test_n_every_part_is_wired_into_the_controller_and_not_only_into_its_own_test():
+    program = (
+        "import sys, gpu_workers.controller_actor; print(*(m for m in sys.modules if m.startswith('gpu_workers')))"
+    )
+    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    parts = (ROOT / "gpu_workers/controller").glob("*.py")
+    names = {f"gpu_workers.controller.{part.stem}" for part in parts if part.stem != "__init__"}
+    assert names
+    assert names - set(loaded.stdout.split()) == set()
+
+
+async def test_p_the_first_batch_after_a_resume_at_an_exact_epoch_boundary_is_trained(make_world):
+    world = make_world(
+        data={"num_prompts": 8, "num_epochs": 2},
+        algorithm={"max_steps": 4},
+        async_rl={"max_lookahead_versions": 0, "spare_prompts": 0},
+    )
+    await world.start()
+    await world.train(1, 2)
+    await world.kill()
+    await world.start()
+    reports = await world.train(3, 4)
+    assert [group for report in reports for group in report["group_ids"]] == world.passed_by(16)[8:]
     await world.kill()

@@ -33,6 +33,20 @@ class Done:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class RunProcesses:
+    """What a live run consists of: controller; engines, generators and trainers; flows."""
+
+    controller: psutil.Process
+    workers: list[psutil.Process]
+    flows: list[psutil.Process]
+
+    @property
+    def all(self) -> list[psutil.Process]:
+        """Every one of them, the controller first."""
+        return [self.controller, *self.workers, *self.flows]
+
+
 class Midflight:
     """The command line in one home. Nothing of the test process's environment leads to other services."""
 
@@ -97,25 +111,28 @@ class Midflight:
         """The services that run in this home."""
         return read_state(self.home)
 
-    def processes_of_runs(self) -> list[psutil.Process]:
-        """Flows, controllers, generators, their engines, and trainers: all processes that live runs consist of.
-
-        Their command line is the one at this moment, `process.info["cmdline"]`.
-        """
-        parts = ("ControllerActor", "GeneratorActor", "TrainerActor", "VLLM::", "vllm.v1.engine", "prefect.engine")
+    def processes_of(self, run: str) -> "RunProcesses":
+        """The processes of a run's newest life, by the ids in its trace, and those of flow runs in this home."""
         state = self.state()
         assert state is not None
-        every = {process.pid: process for process in psutil.process_iter(["ppid", "cmdline"])}
-        # A process that sets its own title overwrites the mark: it is found as a descendant of one that has not.
-        family = {process.pid for process in marked_processes(MARKER_VARIABLE, state.marker)}
-        while children := {pid for pid, process in every.items() if process.info["ppid"] in family} - family:
-            family |= children
-        found = [every[pid] for pid in family & every.keys() if every[pid].info["cmdline"]]
-        return [process for process in found if any(part in " ".join(process.info["cmdline"]) for part in parts)]
+        pids = [event["pids"] for event in self.events(run) if event["event"] == "run_started"][-1]
+        engines = [pid for generator in pids["generators"] for pid in generator["engine_pids"]]
+        workers = [*engines, *(worker["pid"] for worker in (*pids["generators"], *pids["trainers"]))]
+        marked = marked_processes(MARKER_VARIABLE, state.marker)
+        flows = [process for process in marked if "prefect.engine" in command_of(process)]
+        return RunProcesses(psutil.Process(pids["controller"]), [psutil.Process(pid) for pid in workers], flows)
 
     def files(self, run: str) -> dict[str, bytes]:
         """Every file of a run."""
         return {path: self.store.read(path) for path in self.store.list(run)}
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    """Its command line; empty if it has ended meanwhile."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
 
 
 def train_arguments(name: str, settings: Mapping[str, Any], config: Path = TINY) -> list[str]:

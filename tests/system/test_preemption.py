@@ -3,8 +3,6 @@
 Each time it publishes what is in flight and ends within its grace, and the next `train` reuses what was published.
 """
 
-import os
-import signal
 import time
 
 import httpx
@@ -29,10 +27,6 @@ SETTINGS = {
 ENDS_WITHIN_S = 60
 
 
-def controller_of(midflight):
-    return next(p for p in midflight.processes_of_runs() if "ControllerActor" in " ".join(p.info["cmdline"]))
-
-
 def flow_run_of(midflight):
     """The id of the `train` flow run that is running."""
     running = {"flow_runs": {"name": {"any_": ["train-left"]}, "state": {"type": {"any_": ["RUNNING"]}}}}
@@ -44,8 +38,8 @@ def flow_run_of(midflight):
 def flow_process_of(midflight):
     """The process of that flow run; those of its child runs live beside it for a while."""
     run = flow_run_of(midflight)
-    engines = [p for p in midflight.processes_of_runs() if "prefect.engine" in " ".join(p.info["cmdline"])]
-    return next(process for process in engines if process.environ().get("PREFECT__FLOW_RUN_ID") == run)
+    flows = midflight.processes_of("left").flows
+    return next(process for process in flows if process.environ().get("PREFECT__FLOW_RUN_ID") == run)
 
 
 def cancel_in_prefect(midflight):
@@ -68,7 +62,7 @@ def tell_to_leave(midflight, command, notice):
     midflight.wait_for(
         "left", lambda events: in_the_middle_of_a_step([e for e in events if e["run_process"] not in lives])
     )
-    processes = midflight.processes_of_runs()
+    processes = midflight.processes_of("left").all
     notice()
     ended = midflight.wait(command)
     assert ended.code != 0, ended.text
@@ -83,15 +77,15 @@ def test_a_run_that_is_told_to_leave_publishes_ends_and_is_continued(midflight_h
 
     def twice():
         process = flow_process_of(midflight)
-        os.kill(process.pid, signal.SIGTERM)
+        process.terminate()
         time.sleep(0.05)
         if process.is_running():
-            os.kill(process.pid, signal.SIGTERM)
+            process.terminate()
 
     notices = {
-        "controller": lambda: os.kill(controller_of(midflight).pid, signal.SIGTERM),
+        "controller": lambda: midflight.processes_of("left").controller.terminate(),
         "cancel": lambda: cancel_in_prefect(midflight),
-        "flow": lambda: os.kill(flow_process_of(midflight).pid, signal.SIGTERM),
+        "flow": lambda: flow_process_of(midflight).terminate(),
     }
     published = []
     for name, notice in notices.items():

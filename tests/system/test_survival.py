@@ -20,7 +20,6 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(1500)]
 
 Event = Mapping[str, Any]
 DEADLINE_S = 240.0
-PROCESSES = 5  # flow, controller, generator, its engine, trainer
 STEPS, PROMPTS, GENERATIONS, SAVE_PERIOD = 20, 6, 4, 5
 # Two sequences at a time: a group's siblings are sealed one after the other, and a step's rollouts take a while.
 SETTINGS = {
@@ -45,17 +44,15 @@ def kill_when(midflight: Any, run: str, moment: Callable[[Sequence[Event]], bool
     while time.monotonic() < deadline:
         this_life = [e for e in midflight.events(run) if e["run_process"] not in lives_before]
         if moment(this_life):
-            victims = midflight.processes_of_runs()
-            controllers = [process for process in victims if "ControllerActor" in " ".join(process.info["cmdline"])]
-            assert len(controllers) == 1, victims
-            controllers[0].suspend()
+            processes = midflight.processes_of(run)
+            processes.controller.suspend()
             this_life = [e for e in midflight.events(run) if e["run_process"] not in lives_before]
             is_newest = newest_published(this_life) >= newest_in_store(midflight, run)
-            if moment(this_life) and is_newest and len(victims) >= PROCESSES:
-                for process in [*controllers, *(victim for victim in victims if victim not in controllers)]:
+            if moment(this_life) and is_newest and processes.flows:
+                for process in processes.all:
                     process.kill()
                 return this_life
-            controllers[0].resume()
+            processes.controller.resume()
         time.sleep(0.01)
     raise AssertionError(f"the moment to kill never came; last events: {this_life[-3:]}")
 
