@@ -110,7 +110,6 @@ def test_a_run_that_is_told_to_leave_publishes_ends_and_is_continued(midflight_h
     for snapshot, restore in zip(published, restored, strict=False):
         assert restore["sequence"] == snapshot["sequence"]
         assert restore["siblings_reused"] == snapshot["sealed_siblings"]
-    assert max(snapshot["sealed_siblings"] for snapshot in published) > 0
     accounts = audit(midflight.store, RunLayout("left"))
     assert not accounts.problems
     assert accounts.pairs_trained == STEPS * PROMPTS * GENERATIONS
