@@ -231,6 +231,16 @@ class ManifestLog:
             f"run {self._layout.run}: lost {_CLAIM_ATTEMPTS} races for a claim; end the other controllers"
         )
 
+    def follow(self) -> int:
+        """Publish behind the newest slot without a claim, and return its number (-1: the log is empty).
+
+        For tools: whoever publishes in between wins, and the next `append` raises Fenced. One that succeeds fences
+        every earlier writer, as a claim does.
+        """
+        with self._lock:
+            self._last, self._winner = _last_slot(self._store, self._layout), None
+            return self._last
+
     def append(self, draft: ManifestDraft) -> Manifest:
         """Publish in slot last-seen + 1.
 

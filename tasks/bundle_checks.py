@@ -4,10 +4,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from storage.catalog import live_bundles
-from storage.errors import FormatUnsupported, NotFound, SnapshotCorrupt
+from storage.errors import FormatUnsupported, SnapshotCorrupt
 from storage.filesystem import Store
 from storage.layout import RunLayout
 from storage.manifests import BrokenSlot, Manifest, read_log
+from storage.runs import log_of_run
 from storage.snapshot_reader import read_bundle, verify_model_files
 
 
@@ -25,12 +26,7 @@ class BundleCheck:
 
 def log_of(store: Store, layout: RunLayout) -> Sequence[Manifest | BrokenSlot]:
     """The manifest log of a run that exists. Raises NotFound naming the runs there are."""
-    log = read_log(store, layout)
-    if log:
-        return log
-    runs = sorted({path.split("/")[0] for path in store.list("") if "/manifests/" in path})
-    known = f"it holds {', '.join(runs)}" if runs else "it holds no run at all; is --store right?"
-    raise NotFound(f"store {store.url} holds no run '{layout.run}': {known}")
+    return log_of_run(store, layout)
 
 
 def check_run(store: Store, layout: RunLayout) -> Iterator[BundleCheck]:
