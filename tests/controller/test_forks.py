@@ -11,7 +11,7 @@ async def _two_snapshots(make_world):
     """A dead run with save_period 2: one snapshot before step 3 and one after it, each with unfinished groups."""
     world = make_world(checkpointing={"save_period": 2}, algorithm={"max_steps": 8}, data={"num_prompts": 80})
     world.boot()
-    half = set(world.passed_by(80)) - set(world.passed_by(12))
+    half = set(world.passed_by(80)) - set(world.passed_by(16))
     world.generator.held = lambda group_id, index: index == 1 and group_id in half
     controller = await world.restore(world.plan())
     await world.train(1, 2)
