@@ -5,15 +5,18 @@ Each takes `--json` for machines: one JSON value on standard output and nothing 
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from flows.home import Home
-from flows.store_tables import bundle_tables, diff_table, prune_tables, query_table, runs_table
+from flows.preflight import refuse_when_live
+from flows.store_tables import bundle_tables, diff_table, prune_tables, query_tables, runs_tables
 from storage.bundle_diff import diff_bundles
 from storage.errors import ConfigurationError, SnapshotCorrupt
 from storage.filesystem import Store, open_store
@@ -21,6 +24,7 @@ from storage.forking import fork as fork_run
 from storage.pruning import plan_prune
 from storage.pruning import prune as prune_run
 from storage.query import query as query_run
+from storage.run_config import RunConfig
 from storage.runs import bundle_facts, find_bundle, layout_of, log_of_run, require_live, summaries
 from storage.snapshot_reader import RestoredBundle, read_bundle
 
@@ -52,7 +56,7 @@ def runs(store: StoreUrl = None, as_json: AsJson = False) -> None:
     if as_json:
         put_json([asdict(run) for run in found])
     else:
-        Console().print(runs_table(opened.url, found))
+        _show(runs_tables(opened.url, found))
 
 
 @store_app.command(epilog="Examples:\n\n`midflight show demo 12`\n\n`midflight show demo 12 --files --json`")
@@ -69,9 +73,8 @@ def show(
     facts = bundle_facts(layout, log, find_bundle(opened, layout, log, snapshot))
     if as_json:
         put_json(facts)
-        return
-    for table in bundle_tables(facts, files=files):
-        Console().print(table)
+    else:
+        _show(bundle_tables(facts, files=files))
 
 
 @store_app.command(
@@ -113,13 +116,14 @@ def prune(
     opened, layout = store_at(store), layout_of(run)
     plan, done = plan_prune(opened, layout), None
     if apply:
+        if not take_over:
+            refuse_when_live(RunConfig(name=run), Home.current())
         plan, done = prune_run(opened, layout, take_over=take_over)
     if as_json:
         facts = {**asdict(plan), "bytes": plan.bytes, "may_be_live": plan.may_be_live, "applied": apply}
         put_json(facts | ({} if done is None else {"done": asdict(done)}))
-        return
-    for table in prune_tables(plan, done):
-        Console().print(table)
+    else:
+        _show(prune_tables(plan, done))
 
 
 @store_app.command(
@@ -174,7 +178,13 @@ def query(
     if as_json:
         put_json(found.to_dicts())
     else:
-        Console().print(query_table(found, limit=limit))
+        _show(query_tables(found, limit=limit))
+
+
+def _show(things: Iterable[Table | Text]) -> None:
+    console = Console()
+    for thing in things:
+        console.print(thing, soft_wrap=isinstance(thing, Text))
 
 
 def _bundle_named(store: Store, name: str) -> RestoredBundle:

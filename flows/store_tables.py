@@ -16,8 +16,8 @@ from storage.runs import RunSummary
 _SHOWN = 8
 
 
-def runs_table(url: str, runs: Sequence[RunSummary]) -> Table:
-    """The runs of a store, by name."""
+def runs_tables(url: str, runs: Sequence[RunSummary]) -> Iterator[Table | Text]:
+    """The runs of a store, by name, and what is wrong with them."""
     table = _plain_table(f"Runs in {url}", "run", "step", "checkpoints", "snapshots", "size", "newest", "forked from")
     for run in runs:
         origin = run.forked_from
@@ -34,8 +34,8 @@ def runs_table(url: str, runs: Sequence[RunSummary]) -> Table:
     problems = [f"{run.name}: {run.problem}" for run in runs if run.problem]
     if not runs:
         problems = ["This store holds no run. Is --store right?"]
-    table.caption, table.caption_justify = Text("\n".join(problems)) if problems else None, "left"
-    return table
+    yield table
+    yield from map(Text, problems)
 
 
 def bundle_tables(facts: Mapping[str, Any], *, files: bool) -> Iterator[Table]:
@@ -107,8 +107,8 @@ def diff_table(a: str, b: str, found: BundleDiff) -> Table:
     return table
 
 
-def prune_tables(plan: PrunePlan, done: Pruned | None) -> Iterator[Table]:
-    """What is freed, or was; the caption says what comes next."""
+def prune_tables(plan: PrunePlan, done: Pruned | None) -> Iterator[Table | Text]:
+    """What is freed, or was; the lines below say what comes next."""
     table = Table(title=f"Retention of {plan.run}", title_justify="left")
     for column in ("why", "files", "size"):
         table.add_column(column, justify="left" if column == "why" else "right")
@@ -125,18 +125,18 @@ def prune_tables(plan: PrunePlan, done: Pruned | None) -> Iterator[Table]:
     else:
         lines = [f"Retired: {retires}. Deleted {len(done.deleted)} files ({size(plan.bytes)} with those that failed)."]
         lines += list(done.problems)
-    table.caption, table.caption_justify = Text("\n".join(lines)), "left"
     yield table
+    yield from map(Text, lines)
 
 
-def query_table(frame: pl.DataFrame, *, limit: int) -> Table:
-    """The first lines of an answer."""
+def query_tables(frame: pl.DataFrame, *, limit: int) -> Iterator[Table | Text]:
+    """The first lines of an answer, and how many more there are."""
     table = _plain_table("", *frame.columns)
     for row in frame.head(limit).iter_rows():
         table.add_row(*(Text("" if value is None else shown_cell(value)) for value in row))
+    yield table
     if frame.height > limit:
-        table.caption, table.caption_justify = f"{frame.height - limit:,} more lines: raise --limit", "left"
-    return table
+        yield Text(f"{frame.height - limit:,} more lines: raise --limit")
 
 
 def shown_cell(value: Any) -> str:
