@@ -65,7 +65,7 @@ def read_run_record(store: Store, layout: RunLayout) -> RunRecord:
     except (ValueError, TypeError) as error:
         raise corrupt(path, f"not a run record ({error})") from error
     version = body.get("format_version", 1)
-    if version not in RECORD_FIELDS:
+    if type(version) is not int or version not in RECORD_FIELDS:
         raise unsupported(path, f"format_version is {version!r}, this Midflight reads {sorted(RECORD_FIELDS)}")
     if unknown := sorted(body.keys() - set(RECORD_FIELDS[version])):
         raise unsupported(path, f"unknown fields {unknown}")

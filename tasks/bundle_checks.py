@@ -1,9 +1,9 @@
 """Reads every published bundle of a run and compares it with its manifest."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from storage.catalog import live_bundles
+from storage.catalog import anchor_mismatch, live_bundles
 from storage.errors import FormatUnsupported, SnapshotCorrupt
 from storage.filesystem import Store
 from storage.layout import RunLayout
@@ -42,8 +42,21 @@ def check_run(store: Store, layout: RunLayout) -> Iterator[BundleCheck]:
             yield BundleCheck(slot.sequence, "unreadable", None, 0, 0, slot.reason)
         elif slot.sequence in live:
             check = check_bundle(store, layout, slot)
+            if not check.problem and slot.kind == "rollout_snapshot":
+                check = replace(check, problem=_anchor_problem(slot, checkpoints))
             if not check.problem or not _was_retired(store, layout, slot.sequence):
                 yield check
+
+
+def _anchor_problem(snapshot: Manifest, checkpoints: Iterable[Manifest]) -> str:
+    """What is wrong between a snapshot and the checkpoint it names; empty when nothing is. That one's own files are
+    checked with it.
+    """
+    sequence = None if snapshot.anchor is None else snapshot.anchor.sequence
+    anchor = next((checkpoint for checkpoint in checkpoints if checkpoint.sequence == sequence), None)
+    if sequence is not None and anchor is None:
+        return f"its anchor {sequence:08d} is no trainer checkpoint that can be restored"
+    return anchor_mismatch(snapshot, anchor) or ""
 
 
 def _was_retired(store: Store, layout: RunLayout, sequence: int) -> bool:
