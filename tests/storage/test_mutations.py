@@ -111,8 +111,8 @@ class Damaged:
 
         Files that neither the log nor the restored bundles name are not read by a restore at all.
         """
-        error = corruption("demo", list(check_run(self.store, self.run.layout)))
-        assert error is not None, f"verification did not find: {mutation.name}"
+        checks = check_run(self.store, self.run.layout)
+        assert any(check.problem for check in checks), f"verification did not find: {mutation.name}"
         if not any(path in self.needed or "/manifests/" in path for path in mutation.files):
             return
         try:
