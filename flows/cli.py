@@ -12,6 +12,7 @@ from rich.console import Console
 from flows.config_files import load_config
 from flows.config_reference import config_reference, filled
 from flows.home import Home
+from flows.store_commands import AsJson, store_app
 from flows.tables import error_panel
 from storage.errors import ConfigurationError, MidflightError
 
@@ -61,11 +62,15 @@ def snapshots(
     run: RunName,
     store: StoreUrl = None,
     everything: Annotated[bool, typer.Option("--all", help="Also claims and what retention removed.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the trainer checkpoints and rollout snapshots that a run can be restored from."""
-    from flows.inspect_command import show_snapshots
+    from flows.inspect_command import put_snapshots, show_snapshots
 
-    show_snapshots(run, _store_url(store), Console(), everything=everything)
+    if as_json:
+        put_snapshots(run, _store_url(store), everything=everything)
+    else:
+        show_snapshots(run, _store_url(store), Console(), everything=everything)
 
 
 @app.command(epilog="Example:\n\n`midflight checkpoint demo`")
@@ -146,6 +151,9 @@ def print_config_reference(
         page.write_text(filled(page.read_text()))
     if not fill:
         sys.stdout.write(config_reference())
+
+
+app.add_typer(store_app)
 
 
 def _store_url(given: str | None) -> str:

@@ -3,11 +3,14 @@
 from rich.console import Console
 from rich.table import Table
 
-from flows.tables import facts_table, shown, snapshots_table, verification_table
+from flows.store_commands import put_json
+from flows.tables import BUNDLES, facts_table, shown, snapshots_table, verification_table
 from storage.audit import Audit
 from storage.errors import BrokenInvariant, NoRestorableState
 from storage.filesystem import Store, open_store
 from storage.layout import RunLayout
+from storage.manifests import BrokenSlot
+from storage.runs import bundle_facts, layout_of
 from storage.trace_analysis import StopCost, batch_age, stop_cost
 from storage.trace_reader import Event, read_events
 from tasks.accounting import audit
@@ -16,8 +19,25 @@ from tasks.bundle_checks import check_run, corruption, log_of
 
 def show_snapshots(run: str, store_url: str, console: Console, *, everything: bool) -> None:
     """The bundles of a run. Raises NotFound."""
-    log = log_of(open_store(store_url), RunLayout(run))
+    log = log_of(open_store(store_url), layout_of(run))
     console.print(snapshots_table(run, log, everything=everything))
+
+
+def put_snapshots(run: str, store_url: str, *, everything: bool) -> None:
+    """The bundles of a run as one JSON list, and slots that can't be read. Raises NotFound."""
+    layout = layout_of(run)
+    log = log_of(open_store(store_url), layout)
+    listed: list[dict[str, object]] = []
+    for slot in log:
+        if isinstance(slot, BrokenSlot):
+            listed.append({"sequence": slot.sequence, "kind": "unreadable", "problem": slot.reason})
+        elif slot.kind in BUNDLES:
+            facts = bundle_facts(layout, log, slot)
+            del facts["files"]
+            listed += [facts] if everything or not facts["retired"] else []
+        elif everything:
+            listed.append({"sequence": slot.sequence, "kind": slot.kind, "published_at": slot.created_at})
+    put_json(listed)
 
 
 def verify_run(run: str, store_url: str, console: Console) -> None:

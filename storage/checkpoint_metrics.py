@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping
 
 from storage.canonical import canonical_json
+from storage.checkpointing_config import CheckpointingConfig
 from storage.checkpoints import CheckpointFiles
 from storage.errors import NotFound
 from storage.filesystem import Store
@@ -29,3 +30,9 @@ def metric_of(store: Store, checkpoint: Manifest, name: str) -> float | None:
     except (NotFound, ValueError, KeyError, TypeError, AttributeError):
         return None
     return float(value) if isinstance(value, int | float) else None
+
+
+def score_of(store: Store, checkpoint: Manifest, config: CheckpointingConfig) -> float | None:
+    """The metric that the best checkpoints are chosen by, turned so that higher is better. Raises StoreUnavailable."""
+    value = metric_of(store, checkpoint, config.metric_name or "")
+    return value if config.higher_is_better or value is None else -value

@@ -160,7 +160,25 @@ def read_log(store: Store, layout: RunLayout) -> tuple[Manifest | BrokenSlot, ..
 
     Raises: StoreUnavailable when a slot could not be read at all.
     """
-    return _read_slots(store, layout, range(_last_slot(store, layout) + 1))
+    return _refuse_stale(layout, _read_slots(store, layout, range(_last_slot(store, layout) + 1)))
+
+
+def _refuse_stale(layout: RunLayout, slots: Sequence[Manifest | BrokenSlot]) -> tuple[Manifest | BrokenSlot, ...]:
+    """A writer that lost the run publishes nothing more, unless it claims it again. A store with exclusive creation
+    holds no such slot; one that was copied or edited may.
+    """
+    checked: list[Manifest | BrokenSlot] = []
+    holder, earlier = "", set[str]()
+    for slot in slots:
+        if isinstance(slot, Manifest) and slot.writer != holder:
+            if slot.writer in earlier and slot.kind != "claim":
+                reason = f"{layout.manifest(slot.sequence)}: by {slot.writer!r}, which had lost the run to {holder!r}"
+                checked.append(BrokenSlot(slot.sequence, reason))
+                continue
+            holder = slot.writer
+            earlier.add(holder)
+        checked.append(slot)
+    return tuple(checked)
 
 
 def _last_slot(store: Store, layout: RunLayout) -> int:
@@ -216,7 +234,7 @@ class ManifestLog:
             slots = range(_last_slot(self._store, self._layout) + 1)
             missing = [slot for slot in slots if not isinstance(self._known.get(slot), Manifest)]
             self._known.update(zip(missing, _read_slots(self._store, self._layout, missing), strict=True))
-            return tuple(self._known[slot] for slot in slots)
+            return _refuse_stale(self._layout, [self._known[slot] for slot in slots])
 
     def claim(self) -> Manifest:
         """Take over the run: every earlier writer is fenced from now on."""
@@ -230,6 +248,16 @@ class ManifestLog:
         raise StoreUnavailable(
             f"run {self._layout.run}: lost {_CLAIM_ATTEMPTS} races for a claim; end the other controllers"
         )
+
+    def follow(self) -> int:
+        """Publish behind the newest slot without a claim, and return its number (-1: the log is empty).
+
+        For tools: whoever publishes in between wins, and the next `append` raises Fenced. One that succeeds fences
+        every earlier writer, as a claim does.
+        """
+        with self._lock:
+            self._last, self._winner = _last_slot(self._store, self._layout), None
+            return self._last
 
     def append(self, draft: ManifestDraft) -> Manifest:
         """Publish in slot last-seen + 1.

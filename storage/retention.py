@@ -13,7 +13,7 @@ from storage.layout import RunLayout
 from storage.manifests import BrokenSlot, Manifest, ManifestDraft, ManifestLog
 
 # Files that no manifest refers to may belong to a bundle that is being written.
-_GRACE_S = 3600.0
+GRACE_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def retain(
     keep: Keep,
     pinned: Set[str] = frozenset(),
     being_written: str | None = None,
-    grace_s: float = _GRACE_S,
+    grace_s: float = GRACE_S,
 ) -> Retained:
     """Keep what `keep` says; free the rest. Call it after a publication.
 
@@ -62,10 +62,10 @@ def retain(
                 f"run {layout.run}: slot {slots[-1].sequence:08d} was written by another controller; "
                 "this one deletes nothing, end it"
             )
-        kept, retired = _split(slots, keep)
+        kept, retired = split(slots, keep)
         if retired:
             log.append(ManifestDraft(kind="retired", retires=retired))
-        garbage = _garbage(store, layout, slots, kept=kept, pinned=pinned, grace_s=grace_s)
+        garbage = garbage_of(store, layout, slots, kept=kept, pinned=pinned, grace_s=grace_s)
         garbage = [path for path in garbage if being_written is None or not path.startswith(f"{being_written}/")]
     except StoreError as error:
         return Retained(problems=(str(error),))
@@ -79,7 +79,7 @@ def retain(
     return Retained(retired, tuple(deleted), tuple(problems))
 
 
-def _split(slots: Sequence[Manifest | BrokenSlot], keep: Keep) -> tuple[list[Manifest], tuple[int, ...]]:
+def split(slots: Sequence[Manifest | BrokenSlot], keep: Keep) -> tuple[list[Manifest], tuple[int, ...]]:
     """Bundles to keep, and the sequences of those to retire."""
     checkpoints, snapshots = live_bundles(slots)
     newest_anchor = {s.anchor.sequence for s in snapshots[-1:] if s.anchor is not None}
@@ -101,7 +101,7 @@ def _best(checkpoints: Sequence[Manifest], keep: Keep) -> list[Manifest]:
     return [checkpoint for *_, checkpoint in sorted(scored, key=lambda entry: entry[:2])[-keep.best :]]
 
 
-def _garbage(
+def garbage_of(
     store: Store,
     layout: RunLayout,
     slots: Sequence[Manifest | BrokenSlot],

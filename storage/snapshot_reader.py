@@ -60,6 +60,7 @@ def verify_files(store: Store, manifest: Manifest, *, roles: Iterable[str] | Non
 
 def verify_model_files(store: Store, manifest: Manifest) -> int:
     """Like `verify_files` for everything but rollout state: what a snapshot needs of its anchor."""
+    _require_anchor_of_kind(manifest)
     return verify_files(store, manifest, roles={e.role for e in manifest.files} - {"part", "state"})
 
 
@@ -71,6 +72,7 @@ def read_bundle(store: Store, layout: RunLayout, manifest: Manifest) -> Restored
     where = layout.manifest(manifest.sequence)
     if manifest.kind not in BUNDLE_KINDS:
         raise corrupt(where, f"is a {manifest.kind}, not a bundle that can be restored")
+    _require_anchor_of_kind(manifest)
     _refuse_duplicates([entry.path for entry in manifest.files], "file", where)
     state, places = decode_state(_read_tables(store, manifest, where))
     _refuse_duplicates([place.row_id for place in places], "row", where)
@@ -79,6 +81,13 @@ def read_bundle(store: Store, layout: RunLayout, manifest: Manifest) -> Restored
     _compare_calls(state, rows, where)
     _compare_totals(manifest, state, rows, where)
     return RestoredBundle(state, rows, placements, manifest)
+
+
+def _require_anchor_of_kind(manifest: Manifest) -> None:
+    """A trainer checkpoint is its own anchor; a snapshot names one."""
+    if (manifest.anchor is None) == (manifest.kind == "rollout_snapshot"):
+        found = "names no anchor" if manifest.anchor is None else f"names an anchor at step {manifest.anchor.step}"
+        raise corrupt(RunLayout(manifest.run).manifest(manifest.sequence), f"is a {manifest.kind} that {found}")
 
 
 def _read_tables(store: Store, manifest: Manifest, where: str) -> dict[str, tuple[str, bytes]]:

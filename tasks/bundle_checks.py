@@ -1,13 +1,14 @@
 """Reads every published bundle of a run and compares it with its manifest."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from storage.catalog import live_bundles
-from storage.errors import FormatUnsupported, NotFound, SnapshotCorrupt
+from storage.catalog import anchor_mismatch, live_bundles
+from storage.errors import FormatUnsupported, SnapshotCorrupt
 from storage.filesystem import Store
 from storage.layout import RunLayout
 from storage.manifests import BrokenSlot, Manifest, read_log
+from storage.runs import log_of_run
 from storage.snapshot_reader import read_bundle, verify_model_files
 
 
@@ -25,12 +26,7 @@ class BundleCheck:
 
 def log_of(store: Store, layout: RunLayout) -> Sequence[Manifest | BrokenSlot]:
     """The manifest log of a run that exists. Raises NotFound naming the runs there are."""
-    log = read_log(store, layout)
-    if log:
-        return log
-    runs = sorted({path.split("/")[0] for path in store.list("") if "/manifests/" in path})
-    known = f"it holds {', '.join(runs)}" if runs else "it holds no run at all; is --store right?"
-    raise NotFound(f"store {store.url} holds no run '{layout.run}': {known}")
+    return log_of_run(store, layout)
 
 
 def check_run(store: Store, layout: RunLayout) -> Iterator[BundleCheck]:
@@ -46,8 +42,21 @@ def check_run(store: Store, layout: RunLayout) -> Iterator[BundleCheck]:
             yield BundleCheck(slot.sequence, "unreadable", None, 0, 0, slot.reason)
         elif slot.sequence in live:
             check = check_bundle(store, layout, slot)
+            if not check.problem and slot.kind == "rollout_snapshot":
+                check = replace(check, problem=_anchor_problem(slot, checkpoints))
             if not check.problem or not _was_retired(store, layout, slot.sequence):
                 yield check
+
+
+def _anchor_problem(snapshot: Manifest, checkpoints: Iterable[Manifest]) -> str:
+    """What is wrong between a snapshot and the checkpoint it names; empty when nothing is. That one's own files are
+    checked with it.
+    """
+    sequence = None if snapshot.anchor is None else snapshot.anchor.sequence
+    anchor = next((checkpoint for checkpoint in checkpoints if checkpoint.sequence == sequence), None)
+    if sequence is not None and anchor is None:
+        return f"its anchor {sequence:08d} is no trainer checkpoint that can be restored"
+    return anchor_mismatch(snapshot, anchor) or ""
 
 
 def _was_retired(store: Store, layout: RunLayout, sequence: int) -> bool:

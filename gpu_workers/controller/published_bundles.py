@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from gpu_workers.controller.considerate import considerate
 from gpu_workers.controller.owed import without_rows
-from storage.checkpoint_metrics import metric_of, put_metrics
+from storage.checkpoint_metrics import put_metrics, score_of
 from storage.checkpointing_config import CheckpointingConfig
 from storage.checkpoints import CheckpointFiles
 from storage.filesystem import Store
@@ -72,11 +72,9 @@ class PublishedBundles:
         return put_metrics(CheckpointFiles(self._store, prefix), step, metrics)
 
     def _score(self, checkpoint: Manifest) -> float | None:
-        """The metric that the best checkpoints are chosen by, turned so that higher is better. It is read once."""
+        """What the best checkpoints are chosen by. It is read once."""
         if checkpoint.sequence not in self._scores:
-            value = metric_of(self._store, checkpoint, self._checkpointing.metric_name or "")
-            turned = value if self._checkpointing.higher_is_better or value is None else -value
-            self._scores[checkpoint.sequence] = turned
+            self._scores[checkpoint.sequence] = score_of(self._store, checkpoint, self._checkpointing)
         return self._scores[checkpoint.sequence]
 
     def checkpoint_prefix(self, step: int) -> str:

@@ -10,7 +10,8 @@ from storage.filesystem import open_store
 from storage.layout import RunLayout
 from storage.manifests import ManifestLog
 
-COMMANDS = ("train", "snapshots", "checkpoint", "verify", "trace", "demo", "up", "down", "config-reference")
+LOOKING = ("runs", "show", "diff", "prune", "fork", "query")
+COMMANDS = ("train", "snapshots", "checkpoint", "verify", "trace", "demo", "up", "down", "config-reference", *LOOKING)
 HEAVY = ("prefect", "ray", "torch", "vllm", "transformers", "matplotlib")
 
 
@@ -88,7 +89,14 @@ def test_without_services_there_is_nothing_to_end(run_main):
 
 
 def test_the_command_line_loads_nothing_heavy():
-    modules = ("flows.cli", "flows.train_command", "flows.demo", "flows.inspect_command", "flows.local_services")
+    modules = (
+        "flows.cli",
+        "flows.train_command",
+        "flows.demo",
+        "flows.inspect_command",
+        "flows.local_services",
+        "flows.store_commands",
+    )
     program = (
         f"import sys, {', '.join(modules)}\n"
         f"heavy = [name for name in {HEAVY!r} if name in sys.modules]\n"

@@ -331,3 +331,9 @@ def _wait_for(url: str, server: "subprocess.Popen[bytes]") -> None:
         except (urllib.error.URLError, OSError):
             time.sleep(0.05)
     raise RuntimeError(f"the S3 test server did not answer at {url}")
+
+
+@pytest.fixture(scope="session")
+def new_run() -> Callable[..., Run]:
+    """`open_run` for tests that share one run: `new_run(store, make)`."""
+    return Run
