@@ -348,6 +348,11 @@ class RunMachine(RuleBasedStateMachine):
         bundle = None if plan.target is None else self.world.bundles.read(plan.target)
         self.finish(self.world.restore(plan))
         assert len(self.world.store.changes()) == before
+        if bundle is not None:  # I7: what is restored belongs to the model it stands on, plus the recorded batches
+            model_step = 0 if plan.anchor is None else self.world.bundles.manifest(plan.anchor).step
+            assert bundle.state.model_step == model_step
+            steps = {trained.step for trained in bundle.state.trained}
+            assert set(range(model_step + 1, bundle.state.progress.train_steps + 1)) <= steps
         state = None if bundle is None else bundle.state
         self.kept = set()
         self.given_up = set() if state is None else {d.prompt.group_id for d in state.dropped}
