@@ -25,8 +25,8 @@ class ReplayBuffer:
         return sorted((g for g in self._groups.values() if g.claimed_by is None), key=lambda g: g.order)
 
     def claimed(self) -> list[BufferedGroup]:
-        """Groups that a train step has claimed."""
-        return [g for g in self._groups.values() if g.claimed_by is not None]
+        """Groups that a train step has claimed, in dispatch order."""
+        return sorted((g for g in self._groups.values() if g.claimed_by is not None), key=lambda g: g.order)
 
     def add(self, mutation: Mutation, group: BufferedGroup) -> None:
         """Take over a finished group."""
