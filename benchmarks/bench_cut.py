@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -21,6 +21,7 @@ from gpu_workers.controller.barrier import Cut, DataPlaneBarrier
 from gpu_workers.controller.bundle_publisher import BundlePublisher
 from gpu_workers.controller.counted_trace import CountedTrace
 from gpu_workers.controller.parts import RolloutParts, RolloutRuntimeState
+from gpu_workers.controller.ports import Trainer
 from gpu_workers.controller.prompt_source import PromptSource
 from gpu_workers.controller.published_bundles import PublishedBundles
 from gpu_workers.controller.recovery_ledger import RecoveryLedger
@@ -28,6 +29,7 @@ from gpu_workers.controller.replay_buffer import ReplayBuffer
 from gpu_workers.controller.row_store import RowStore
 from gpu_workers.controller.samplers.build import build_sampler
 from gpu_workers.controller.snapshotter import RolloutSnapshotter
+from gpu_workers.controller.trainer_checkpoints import TrainerCheckpoints
 from storage.filesystem import Store, open_store
 from storage.layout import RunLayout
 from storage.manifests import ManifestLog
@@ -122,7 +124,8 @@ class Saver:
         saving = {"checkpointing": CONFIG.checkpointing, "snapshots": CONFIG.rollout_checkpointing}
         bundles = PublishedBundles(self.store, layout, log, **saving)
         self._publisher = BundlePublisher(parts, bundles, identity="f" * 64)
-        self._snapshotter = RolloutSnapshotter(parts, self._publisher)
+        checkpoints = TrainerCheckpoints(parts, cast("Trainer", None), self._publisher)  # none is ever saved
+        self._snapshotter = RolloutSnapshotter(parts, self._publisher, checkpoints)
         self._attempts = 0
 
     async def snapshot(self) -> dict[str, float]:
