@@ -16,7 +16,7 @@ from storage.identity import identity
 from storage.run_config import RunConfig
 
 # The same examples at each run, so that a failure is this change's; `--hypothesis-profile=fuzz` looks for new ones.
-settings.register_profile("same", derandomize=True, print_blob=True, deadline=None, max_examples=25)
+settings.register_profile("same", derandomize=True, print_blob=True, deadline=None, max_examples=80)
 settings.register_profile("fuzz", print_blob=True, deadline=None, max_examples=2000)
 settings.load_profile("same")
 
