@@ -129,6 +129,9 @@ def test_a_fork_is_made_and_listed_with_its_origin(midflight: Run) -> None:
         (("query", "demo", "DROP TABLE rows"), MISTAKE, "does not begin with SELECT or WITH"),
         (("query", "demo", "SELECT 1; DROP TABLE rows"), MISTAKE, "more than one statement"),
         (("query", "demo", "SELECT * FROM read_csv('/etc/passwd')"), MISTAKE, "read_csv opens files"),
+        (("query", "demo", "SELECT * FROM \"read_csv\"('/etc/passwd')"), MISTAKE, "read_csv opens files"),
+        (("query", "demo", "SELECT * FROM read_csv/**/('/etc/passwd')"), MISTAKE, "read_csv opens files"),
+        (("query", "demo", "SELECT ' /*', * FROM read_csv --'\n('/etc/passwd')"), MISTAKE, "read_csv opens files"),
         (("query", "demo", "SELECT (("), MISTAKE, "can't be run"),
     ],
 )
