@@ -129,6 +129,17 @@ def up() -> None:
     console.print("`midflight down` ends both.")
 
 
+@app.command(epilog="Examples:\n\n`midflight serve`\n\n`PREFECT_API_URL=https://prefect.example/api midflight serve`")
+def serve() -> None:
+    """Serve the deployments until Ctrl-C: Prefect server, worker and Ray on this machine, and the page to open.
+
+    PREFECT_API_URL or RAY_ADDRESS name existing ones; a worker is started here in any case.
+    """
+    from flows.serve_command import serve_deployments
+
+    serve_deployments(Home.current(), Console())
+
+
 @app.command(epilog="Example:\n\n`midflight down`")
 def down() -> None:
     """End the local services of this home, and with them whatever runs there."""

@@ -16,10 +16,12 @@ from gpu_workers.controller.restorer import RestorePlan
 from gpu_workers.controller.single_controller import ControllerState, SingleController
 from gpu_workers.environments.tasks import build_task
 from gpu_workers.generation.supervision import SupervisedGenerators
+from gpu_workers.narration import NarratedTrace
 from gpu_workers.preemption import on_preemption
 from gpu_workers.ray_generators import RayGenerator, RayGeneratorHost
 from gpu_workers.ray_ports import RayTrainer
 from gpu_workers.runtime_names import end_workers, remove_weights
+from gpu_workers.worker_logs import Record, keep_logs
 from storage.errors import MidflightError, RunAlreadyLive, StaleIncarnation
 from storage.filesystem import open_store
 from storage.identity import identity
@@ -64,11 +66,13 @@ class ControllerActor:
         facts = {"incarnation": incarnation, "config_fingerprint": self._fingerprint, "pids": self._pids}
         trace.record("run_started", **facts)
         self._trace = trace
+        self._logs = keep_logs("controller")
+        narrated = NarratedTrace(trace, self._logs.add)
         self._generators = SupervisedGenerators(
             config,
             RayGeneratorHost(config, Path(model_dir)),
             [RayGenerator(actor, facts) for actor, facts in zip(engines, pids["generators"], strict=True)],
-            trace=trace,
+            trace=narrated,
         )
         self._controller = SingleController(
             config,
@@ -82,7 +86,7 @@ class ControllerActor:
                 checkpointing=config.checkpointing,
                 snapshots=config.rollout_checkpointing,
             ),
-            trace=trace,
+            trace=narrated,
         )
         gc.freeze()  # what start-up made stays: a full collection would stop the event loop for tens of milliseconds
         self._driver: str | None = None
@@ -124,6 +128,15 @@ class ControllerActor:
         if self._driver != driver:
             raise RunAlreadyLive(f"run '{self._config.name}' is driven by {self._driver}, no longer by {driver}")
         self._hear()
+
+    async def take_logs(self, records: Sequence[Record], lost: int) -> None:
+        """What a worker logged."""
+        self._logs.extend(records, lost)
+
+    async def read_logs(self) -> dict[str, Any]:
+        """`records` of all processes since the last call, by time, and how many more there were (`lost`)."""
+        records, lost = self._logs.take()
+        return {"records": records, "lost": lost}
 
     async def restore_link(self, link: str, plan: Mapping[str, int | None], incarnation: str) -> dict[str, Any]:
         """One link of the restore chain."""

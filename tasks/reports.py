@@ -1,24 +1,27 @@
 """Artifacts in the Prefect UI: progress, reward curve, last steps, restore report. They never fail a step."""
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
+import json
+import math
+import re
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from enum import StrEnum
 from typing import Any
 from uuid import UUID
 
 import httpx
 from prefect import get_run_logger
-from prefect.artifacts import (
-    acreate_image_artifact,
-    acreate_markdown_artifact,
-    acreate_progress_artifact,
-    acreate_table_artifact,
-    aupdate_progress_artifact,
-)
+from prefect.artifacts import Artifact, acreate_markdown_artifact, acreate_table_artifact
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import ArtifactUpdate
 from prefect.exceptions import PrefectException
 
-from tasks.reward_curve import data_uri, reward_curve_svg
+from tasks.reward_curve import by_step, data_uri, reward_curve_svg
+from tasks.run_progress import RunProgress
 
 LAST_STEPS = 20
+REFRESH_S = 10.0
 _DEADLINE_S = 5.0
 
 Report = Mapping[str, Any]
@@ -33,45 +36,81 @@ async def best_effort(what: str, creation: Awaitable[Any]) -> Any:
         return None
 
 
-class TrainingReport:
-    """The artifacts of one `train` flow run, brought up to date after each segment."""
+class ArtifactType(StrEnum):
+    """Prefect's names for what it shows as a bar, a picture and a table."""
 
-    def __init__(self, run: str, *, max_steps: int, earlier: Sequence[tuple[int, float]]) -> None:
+    PROGRESS = "progress"
+    IMAGE = "image"
+    TABLE = "table"
+
+
+class TrainingReport:
+    """The artifacts of one `train` flow run: progress, curves of reward and batch age, the newest steps.
+
+    Each is stored once and then replaced, at most every `REFRESH_S`, so that a run of any length leaves as many rows in
+    Prefect's database as a short one. `show` brings them up to date at the end.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        *,
+        max_steps: int,
+        earlier: RunProgress | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._run = run
         self._max_steps = max_steps
-        self._rewards = dict(earlier)
+        self._rewards = dict(earlier.rewards) if earlier is not None else {}
+        self._ages = dict(earlier.batch_ages) if earlier is not None else {}
         self._last: list[Report] = []
-        self._progress: UUID | None = None
+        self._clock = clock
+        self._due = -math.inf
+        self._stored: dict[str, UUID] = {}
 
     async def add(self, reports: Sequence[Report]) -> None:
-        """Publish what these steps add."""
+        """Take these steps into account, and show them if it is time to."""
         steps = [report for report in reports if "rewards_mean" in report]
         if not steps:
             return
         self._rewards.update((int(r["step"]), float(r["rewards_mean"])) for r in steps)
+        self._ages.update((int(r["step"]), float(r["batch_age"])) for r in steps if "batch_age" in r)
         self._last = [*self._last, *steps][-LAST_STEPS:]
-        percent = 100.0 * int(steps[-1]["step"]) / self._max_steps
-        await self._show_progress(min(100.0, percent))
-        svg = reward_curve_svg(self._run, sorted(self._rewards.items()))
-        await best_effort(
-            "reward-curve",
-            acreate_image_artifact(data_uri(svg), key="reward-curve", description=f"Mean reward of {self._run}"),
-        )
-        await best_effort(
-            "last-steps",
-            acreate_table_artifact(
-                [step_row(r) for r in self._last], key="last-steps", description=f"Newest steps of {self._run}"
-            ),
-        )
+        if self._clock() >= self._due:
+            await self.show()
+            self._due = self._clock() + REFRESH_S
 
-    async def _show_progress(self, percent: float) -> None:
-        if self._progress is not None:
-            await best_effort("train-progress", aupdate_progress_artifact(self._progress, progress=percent))
+    async def show(self) -> None:
+        """Store what is known now."""
+        if not self._last:
             return
-        self._progress = await best_effort(
-            "train-progress",
-            acreate_progress_artifact(percent, key="train-progress", description=f"Train steps of {self._run}"),
-        )
+        percent = min(100.0, 100.0 * int(self._last[-1]["step"]) / self._max_steps)
+        svg = reward_curve_svg(self._run, by_step(self._rewards), by_step(self._ages))
+        description = f"Mean reward and batch age of {self._run}"
+        await self._store("train-progress", ArtifactType.PROGRESS, percent, f"Train steps of {self._run}")
+        await self._store("reward-curve", ArtifactType.IMAGE, data_uri(svg), description)
+        rows = json.dumps([step_row(report) for report in self._last])
+        await self._store("last-steps", ArtifactType.TABLE, rows, f"Newest steps of {self._run}")
+
+    async def _store(self, name: str, kind: ArtifactType, data: str | float, description: str) -> None:
+        if name in self._stored:
+            await best_effort(name, replace_artifact(self._stored[name], data))
+            return
+        key = artifact_key(name, self._run)
+        stored = await best_effort(name, Artifact(key=key, type=kind, data=data, description=description).acreate())
+        if stored is not None:
+            self._stored[name] = stored.id
+
+
+def artifact_key(name: str, run: str) -> str:
+    """The key of a run's artifact: Prefect allows small letters, digits and dashes. Runs don't share a history."""
+    return f"{name}-{re.sub(r'[^a-z0-9]+', '-', run)}".rstrip("-")
+
+
+async def replace_artifact(artifact_id: UUID, data: str | float) -> None:
+    """Put new content into an artifact."""
+    async with get_client() as client:
+        await client.update_artifact(artifact_id, ArtifactUpdate(data=data))
 
 
 def step_row(report: Report) -> dict[str, Any]:
@@ -118,7 +157,38 @@ async def publish_restore_report(markdown: str, run: str) -> None:
     """Store the restore report."""
     await best_effort(
         "restore-report",
-        acreate_markdown_artifact(markdown, key="restore-report", description=f"What {run} was restored from"),
+        acreate_markdown_artifact(
+            markdown, key=artifact_key("restore-report", run), description=f"What {run} was restored from"
+        ),
+    )
+
+
+async def publish_run_report(
+    run: str, progress: RunProgress, stops: Sequence[Mapping[str, object]], audit: Mapping[str, object]
+) -> None:
+    """Store a run's curves, what each stop cost, and the facts of its audit."""
+    svg = reward_curve_svg(run, by_step(progress.rewards), by_step(progress.batch_ages))
+    curves = Artifact(
+        key=artifact_key("report-curves", run),
+        type=ArtifactType.IMAGE,
+        data=data_uri(svg),
+        description=f"{run} by step",
+    )
+    await best_effort("report-curves", curves.acreate())
+    rows = [{name: value if value is not None else "" for name, value in stop.items()} for stop in stops]
+    await best_effort(
+        "report-stops",
+        acreate_table_artifact(
+            rows, key=artifact_key("report-stops", run), description=f"What each stop of {run} cost"
+        ),
+    )
+    await best_effort(
+        "report-audit",
+        acreate_table_artifact(
+            [{"fact": name, "value": value} for name, value in audit.items()],
+            key=artifact_key("report-audit", run),
+            description=f"Exactly-once audit of {run}",
+        ),
     )
 
 
@@ -127,7 +197,9 @@ async def publish_verification(rows: Sequence[Report], run: str) -> None:
     table = [{**row, "problem": row["problem"] or "none"} for row in rows]
     await best_effort(
         "verification",
-        acreate_table_artifact(table, key="verification", description=f"Every bundle of {run}, read and compared"),
+        acreate_table_artifact(
+            table, key=artifact_key("verification", run), description=f"Every bundle of {run}, read and compared"
+        ),
     )
 
 
