@@ -26,8 +26,9 @@ class Aged:
         return getattr(self._store, name)
 
     def age_s(self, path: str) -> float:
+        """What was written just now by whoever measures the clock is new."""
         self._store.age_s(path)
-        return self.age
+        return 0.0 if path.startswith("probe-") else self.age
 
     def create_exclusive(self, path: str, data: bytes) -> None:
         self.before_append()
