@@ -11,30 +11,12 @@ from flows.home import Home
 from flows.preflight import refuse_when_live
 from storage.errors import ConfigurationError, NotFound, RunAlreadyLive
 from storage.run_config import RunConfig, StoreConfig
-from storage.runs import layout_of
+from storage.runs import RUN_NAME, layout_of
 from tasks.pruning import prune_stored_run
 from tasks.reports import publish_pruning
 from tasks.verification import list_runs
 
-RunName = Annotated[
-    str | None,
-    Field(title="Run", description="Name of the run to prune; empty: every run of the store that is not live."),
-]
-StoreUrl = Annotated[
-    str | None,
-    Field(title="Store", description="Folder or fsspec URL of the store; empty: the store of this home."),
-]
-Apply = Annotated[
-    bool,
-    Field(title="Apply", description="Delete. Off: a dry run, which shows what would be deleted and changes nothing."),
-]
-TakeOver = Annotated[
-    bool,
-    Field(
-        title="Take over",
-        description="With Apply and a Run: prune although its controller may be live, which fences it.",
-    ),
-]
+RunName = Annotated[str, Field(pattern=RUN_NAME)]
 
 
 def name_of_run() -> str:
@@ -46,9 +28,16 @@ def name_of_run() -> str:
 
 @flow(name="prune", flow_run_name=name_of_run, persist_result=False)
 async def prune(
-    run: RunName = None, store_url: StoreUrl = None, apply: Apply = False, take_over: TakeOver = False
+    run: RunName | None = None, store_url: str | None = None, apply: bool = False, take_over: bool = False
 ) -> list[dict[str, Any]]:
-    """By default a dry run. A run that may be live is left alone: it does this by itself."""
+    """Show what retention would free. A run that may be live is left alone: it does this by itself.
+
+    Args:
+        run: Name of the run to prune. Empty: every run of the store.
+        store_url: Folder or fsspec URL of the store. Empty: the store of this home.
+        apply: Delete. Off: a dry run, which shows what would be deleted and changes nothing.
+        take_over: With apply and a run: prune although its controller may be live, which fences it.
+    """
     if take_over and not (apply and run is not None):
         raise ConfigurationError("take_over is for one run and with apply: give `run` and `apply`, or leave it out")
     store = StoreConfig(url=store_url or str(Home.current().store))

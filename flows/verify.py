@@ -9,29 +9,12 @@ from pydantic import Field
 
 from flows.home import Home
 from storage.run_config import StoreConfig
+from storage.runs import RUN_NAME
 from tasks.bundle_checks import BundleCheck, RunReport, corruption_of
 from tasks.reports import publish_verification
 from tasks.verification import list_runs, verify_stored_run
 
-RunName = Annotated[
-    str | None,
-    Field(title="Run", description="Name of the run to verify; empty: every run of the store."),
-]
-StoreUrl = Annotated[
-    str | None,
-    Field(title="Store", description="Folder or fsspec URL of the store; empty: the store of this home."),
-]
-Drill = Annotated[
-    bool,
-    Field(title="Restore drill", description="Also restore each bundle into a scratch runtime and compare the state."),
-]
-Record = Annotated[
-    bool,
-    Field(
-        title="Keep results",
-        description="Write what is found beside the manifests, so that a bad bundle is not restored. Off: read only.",
-    ),
-]
+RunName = Annotated[str, Field(pattern=RUN_NAME)]
 
 
 def name_of_run() -> str:
@@ -43,9 +26,16 @@ def name_of_run() -> str:
 
 @flow(name="verify", flow_run_name=name_of_run, persist_result=False)
 async def verify(
-    run: RunName = None, store_url: StoreUrl = None, drill: Drill = False, record: Record = True
+    run: RunName | None = None, store_url: str | None = None, drill: bool = False, record: bool = True
 ) -> list[dict[str, Any]]:
-    """Fails with every defect when a bundle is not what was published."""
+    """Read every published bundle and compare it with its manifest. Fails with every defect when one is bad.
+
+    Args:
+        run: Name of the run to verify. Empty: every run of the store.
+        store_url: Folder or fsspec URL of the store. Empty: the store of this home.
+        drill: Also restore each bundle into a scratch runtime and compare the restored state. Uses no GPU.
+        record: Keep the results beside the manifests, so that a bad bundle is not restored. Off: nothing is written.
+    """
     store = StoreConfig(url=store_url or str(Home.current().store))
     names = await list_runs(store) if run is None else [run]
     found = [await verify_stored_run(name, store, drill=drill, record=record) for name in names]

@@ -18,7 +18,7 @@ from storage.run_config import RunConfig
 from storage.run_record import RunRecord, read_run_record
 from storage.verdicts import Verdict
 
-_RUN_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+RUN_NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"
 _MARKS = re.compile(r"(?P<run>[^/]+)/(?:manifests/[^/]+|run\.json)")
 _OWNERS = {
     "trained": "trained_groups",
@@ -51,7 +51,7 @@ class RunSummary:
 
 def layout_of(run: str) -> RunLayout:
     """The layout of a run that was named by a person. Raises ConfigurationError for what can't be a run's name."""
-    if not _RUN_NAME.fullmatch(run):
+    if not re.fullmatch(RUN_NAME, run):
         raise ConfigurationError(
             f"'{run}' is no name of a run (small letters, digits, '.', '_' and '-'): give the `name` in its YAML file; "
             "`midflight runs` lists those of the store"

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +36,8 @@ from storage.run_config import RunConfig
 from storage.schemas import STAGED_CALLS, row_digest
 from storage.snapshot_reader import RestoredBundle
 from storage.state_checks import defects
+from tasks.bundle_checks import verify_run
+from tasks.restore_drill import Drill
 
 _MEMORY_DISK = "/dev/shm"  # noqa: S108
 
@@ -347,8 +350,16 @@ class World:
         for _, trace in self.lives:
             lines = "\n".join(json.dumps(event) for event in trace.events)
             self.store.write(self.layout.trace(trace.run_process), f"{lines}\n".encode())
+        self.verify()
         prompts = self._first(len(self.dataset) * self.config.data.num_epochs)
         return account(self.store, self.layout, order=lambda e: [p.prompt_id for p in prompts if p.epoch == e])
+
+    def verify(self) -> None:
+        """Everything published is whole, and a drill restores it. In a thread: a drill has an event loop of its own."""
+        drill = Drill(lambda data: self.dataset)
+        with ThreadPoolExecutor(1) as pool:
+            report = pool.submit(verify_run, self.store, self.layout, drill=drill, record=False).result()
+        assert [check.problem for check in report.bad] == []
 
 
 def make_config(**sections: Any) -> RunConfig:

@@ -196,15 +196,15 @@ class Run:
         whole, rows = self.make.state(buffered=buffered, **{"progress": progress, **state})
         return self.writer.write(self.bundle(whole, rows, anchor=anchor))
 
-    def checkpoint(self, step: int, *, buffered: tuple[int, ...] = ()) -> Manifest:
+    def checkpoint(self, step: int, *, buffered: tuple[int, ...] = (), **state: Any) -> Manifest:
         """Publish a trainer checkpoint with two model files."""
         files = CheckpointFiles(self.store, self.layout.checkpoint(step, self.log.writer))
         entries = (
             files.put("model.safetensors", f"weights of step {step}".encode() * 20, "weights"),
             files.put("trainer.json", f'{{"step": {step}}}'.encode(), "optimizer"),
         )
-        state, rows = self.make.state(buffered=buffered, progress=Progress(train_steps=step))
-        captured = self.bundle(state, rows, kind="trainer_checkpoint", step=step, files=entries)
+        whole, rows = self.make.state(buffered=buffered, **{"progress": Progress(train_steps=step), **state})
+        captured = self.bundle(whole, rows, kind="trainer_checkpoint", step=step, files=entries)
         return self.writer.write(replace(captured, anchor=None))
 
     def read(self, manifest: Manifest) -> RestoredBundle:
