@@ -9,6 +9,7 @@ is taken back before the digests are compared, and only exactly that.
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,7 +62,7 @@ class Drill:
         self._restorer = restorer
 
     def restore(self, bundle: RestoredBundle, anchor: Manifest | None) -> DrillOutcome:
-        """Restore a bundle that was read and verified, and compare. Not to be called from an event loop.
+        """Restore a bundle that was read and verified, and compare. Blocking: it has an event loop of its own.
 
         Raises: StoreError.
         """
@@ -71,7 +72,8 @@ class Drill:
         except (ConfigurationError, FormatUnsupported) as error:
             return DrillOutcome(False, f"it can't be restored here: {error}")
         try:
-            captured = asyncio.run(self._captured(parts, bundle, anchor))
+            with ThreadPoolExecutor(1, thread_name_prefix="midflight-drill") as own:
+                captured = own.submit(asyncio.run, self._captured(parts, bundle, anchor)).result()
         except _LinkFailed as error:
             cause = error.__cause__
             if isinstance(cause, StoreError):

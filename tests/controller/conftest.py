@@ -9,7 +9,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -350,16 +349,9 @@ class World:
         for _, trace in self.lives:
             lines = "\n".join(json.dumps(event) for event in trace.events)
             self.store.write(self.layout.trace(trace.run_process), f"{lines}\n".encode())
-        self.verify()
+        assert not verify_run(self.store, self.layout, drill=Drill(lambda _: self.dataset), record=False).bad
         prompts = self._first(len(self.dataset) * self.config.data.num_epochs)
         return account(self.store, self.layout, order=lambda e: [p.prompt_id for p in prompts if p.epoch == e])
-
-    def verify(self) -> None:
-        """Everything published is whole, and a drill restores it. In a thread: a drill has an event loop of its own."""
-        drill = Drill(lambda data: self.dataset)
-        with ThreadPoolExecutor(1) as pool:
-            report = pool.submit(verify_run, self.store, self.layout, drill=drill, record=False).result()
-        assert [check.problem for check in report.bad] == []
 
 
 def make_config(**sections: Any) -> RunConfig:
