@@ -141,6 +141,7 @@ def garbage_of(
 
     `fresh` is a file that was written just now; without one, the clocks of store and machine are taken for equal.
     """
+    kept = list(kept)
     reachable = pinned | {entry.path for manifest in kept for entry in manifest.files}
     named = {entry.path for slot in slots if isinstance(slot, Manifest) for entry in slot.files}
     present = [
@@ -149,8 +150,8 @@ def garbage_of(
         for path in store.list(folder)
         if path not in reachable
     ]
-    retired = {sequence for slot in slots if isinstance(slot, Manifest) for sequence in slot.retires}
-    verdicts = [path for path in store.list(layout.verifications) if layout.sequence_of(path) in retired]
+    gone = {slot.sequence for slot in slots if isinstance(slot, Manifest)} - {manifest.sequence for manifest in kept}
+    verdicts = [path for path in store.list(layout.verifications) if layout.sequence_of(path) in gone]
     # An unreadable manifest may name any file, so that only what readable ones name is known to be garbage.
     certain = not any(isinstance(slot, BrokenSlot) for slot in slots)
     unnamed = [path for path in present if path not in named] if certain else []
