@@ -57,6 +57,8 @@ async def restore_run(
     selected = await select_bundle(config)
     for sequence, reason in selected["passed_over"]:
         get_run_logger().warning("passed over %08d: %s", sequence, reason)
+    for warning in selected["warnings"]:
+        get_run_logger().warning("%s", warning)
     plan = {"target": selected["target"], "anchor": selected["anchor"]}
     verified = await verify_selection(config, plan)
     links = {link: await restore_link(runtime, link, plan, status.incarnation) for link in LIVE_LINKS}

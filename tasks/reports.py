@@ -192,14 +192,43 @@ async def publish_run_report(
     )
 
 
-async def publish_verification(rows: Sequence[Report], run: str) -> None:
-    """Store the table of verified bundles."""
-    table = [{**row, "problem": row["problem"] or "none"} for row in rows]
+async def publish_verification(rows: Sequence[Report], where: str) -> None:
+    """Store the table of verified bundles of a run or a store."""
+    columns = ("run", "sequence", "kind", "step", "rows", "bytes")
+    table = [
+        {**{name: row.get(name) for name in columns}, "result": _result(row), "note": row.get("note", "")}
+        for row in rows
+    ]
     await best_effort(
         "verification",
         acreate_table_artifact(
-            table, key=artifact_key("verification", run), description=f"Every bundle of {run}, read and compared"
+            table, key=artifact_key("verification", where), description=f"Every bundle of {where}, read and compared"
         ),
+    )
+
+
+def _result(row: Report) -> str:
+    whole = "as published, and restored" if row.get("drilled") else "as published"
+    return str(row["problem"]) or whole
+
+
+async def publish_pruning(found: Sequence[Report], where: str, *, applied: bool) -> None:
+    """Store the table of what retention freed, or would free."""
+    table: list[dict[str, Any]] = []
+    for plan in found:
+        row = {"run": plan["run"]}
+        if "left_alone" in plan:
+            table.append({**row, "note": plan["left_alone"]})
+            continue
+        done, files = plan["done"], plan["files"]
+        row |= {reason: sum(file["reason"] == reason for file in files) for reason in ("retired", "unreachable")}
+        row |= {"bytes": plan["bytes"], "retires": ", ".join(map(str, plan["retires"])) or "none"}
+        note = "; ".join(done["problems"]) if done else "may be live" * bool(plan["may_be_live"])
+        table.append({**row, "deleted": len(done["deleted"]) if done else 0, "note": note})
+    what = "Freed" if applied else "A dry run: what would be freed"
+    await best_effort(
+        "retention",
+        acreate_table_artifact(table, key=artifact_key("retention", where), description=f"{what} in {where}"),
     )
 
 
