@@ -25,7 +25,7 @@ async def restore(config: RunConfig, driver: str | None = None) -> dict[str, Any
     """Fill a run's empty runtime from its store and let it run. `driver` is the flow run that will train it."""
     config = resolved(config)
     holder = driver or str(Driver.this_flow_run())
-    runtime = RayRuntime(config.name, cache=Home.current().cache)
+    runtime = RayRuntime(config.name, cache=Home.current().cache, driver=holder)
     return await restore_run(config, runtime, driver=holder, owner_is_gone=owner_is_gone)
 
 

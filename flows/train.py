@@ -19,7 +19,7 @@ from prefect.deployments import arun_deployment
 from prefect.exceptions import TerminationSignal
 
 from flows.config_files import resolved
-from flows.driver import Driver, owner_is_gone
+from flows.driver import Driver, owner_is_gone, send_away
 from flows.failures import RestoreFailed, TrainFailed
 from flows.home import Home
 from flows.restore import restore
@@ -36,6 +36,7 @@ from tasks.runtime import (
     OwnerIsGone,
     Runtime,
     RuntimeStatus,
+    SendAway,
     close_runtime,
     ensure_runtime,
     held,
@@ -52,8 +53,14 @@ RestoreRun = Callable[[RuntimeStatus], Awaitable[None]]
 
 
 @flow(name="train", flow_run_name="train-{config.name}", persist_result=False)
-async def train(config: RunConfig) -> dict[str, Any]:
-    """Train a run to `algorithm.max_steps`, from wherever its store says it stands."""
+async def train(config: RunConfig, take_over: bool = False) -> dict[str, Any]:
+    """Train a run to `algorithm.max_steps`, from wherever its store says it stands.
+
+    Args:
+        config: The run. All keys: docs/configuration.md.
+        take_over: Take the run over from a `train` that drives it now, or from a controller in another cluster. Without
+            it this flow run is refused while somebody else holds the run.
+    """
     config = resolved(config)
     driver = str(Driver.this_flow_run())
 
@@ -63,15 +70,28 @@ async def train(config: RunConfig) -> dict[str, Any]:
         else:
             await restore(config, driver)
 
-    runtime = RayRuntime(config.name, cache=Home.current().cache)
-    return await drive(config, runtime, driver=driver, restore_run=restore_run, owner_is_gone=owner_is_gone)
+    runtime = RayRuntime(config.name, cache=Home.current().cache, driver=driver)
+    return await drive(
+        config,
+        runtime,
+        driver=driver,
+        restore_run=restore_run,
+        owner_is_gone=owner_is_gone,
+        send_away=send_away if take_over else None,
+    )
 
 
 async def drive(
-    config: RunConfig, runtime: Runtime, *, driver: str, restore_run: RestoreRun, owner_is_gone: OwnerIsGone
+    config: RunConfig,
+    runtime: Runtime,
+    *,
+    driver: str,
+    restore_run: RestoreRun,
+    owner_is_gone: OwnerIsGone,
+    send_away: SendAway | None = None,
 ) -> dict[str, Any]:
     """Hold the run's runtime, restore it if nothing runs in it yet, train, close it."""
-    status = await ensure_runtime(runtime, config, driver, owner_is_gone)
+    status = await ensure_runtime(runtime, config, driver, owner_is_gone, send_away)
     async with held(runtime, driver, every_s=config.cluster.driver_lease_s / HEARTBEATS_PER_LEASE):
         try:
             with cancelled_by_sigterm():
