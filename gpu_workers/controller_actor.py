@@ -37,6 +37,7 @@ from storage.trace import NoTrace, TraceWriter
 
 _LEASE_CHECKS = 20
 _LAST_WORDS_S = 0.2  # for the reply to leave the process
+_LAST_SIGN_S = 5.0
 _FENCED_WORDS_S = 5.0  # for a driver between two calls to ask, and be told
 
 logger = logging.getLogger(__name__)
@@ -216,7 +217,8 @@ class ControllerActor:
         await self._generators.close()
         await self._controller.close(reason)
         await asyncio.to_thread(self._trace.close)
-        await asyncio.to_thread(self._sign_of_life.close)
+        with suppress(TimeoutError):  # a store that hangs: the record shows its age
+            await asyncio.wait_for(asyncio.to_thread(self._sign_of_life.close), _LAST_SIGN_S)
         remove_weights(self._weights)
         return await self.describe()
 

@@ -165,13 +165,16 @@ async def become_driver(
         await runtime.attach(driver)
     except RunAlreadyLive:
         owner = status.driver
-        is_gone = owner is not None and await owner_is_gone(owner)
-        if not is_gone and send_away is None:
+        if owner is not None and await owner_is_gone(owner):
+            await runtime.detach(owner)  # not by force: somebody else may have followed it meanwhile
+            await runtime.attach(driver)
+        elif send_away is None:
             raise
-        await runtime.attach(driver, take_over=True)
-        get_run_logger().warning("run %s is taken over from %s", runtime.run, owner)
-        if owner is not None and send_away is not None and not is_gone:
-            await send_away(owner)
+        else:
+            await runtime.attach(driver, take_over=True)
+            get_run_logger().warning("run %s is taken over from %s", runtime.run, owner)
+            if owner is not None:
+                await send_away(owner)
 
 
 @task(name="close-runtime", persist_result=False, cache_policy=NO_CACHE)

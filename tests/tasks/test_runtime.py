@@ -53,6 +53,18 @@ async def test_a_runtime_whose_driver_died_is_taken_over(fake_runtime):
     assert (status.state, fake_runtime.live["driver"]) == ("running", "me")
 
 
+async def test_of_two_drivers_that_follow_a_dead_one_the_second_is_refused(fake_runtime):
+    fake_runtime.start(driver="somebody")
+
+    async def followed_meanwhile(_driver):
+        fake_runtime.live["driver"] = "first"
+        return True
+
+    with pytest.raises(RunAlreadyLive, match="driven by first"):
+        await ensure_runtime.fn(fake_runtime, CONFIG, "second", followed_meanwhile)
+    assert fake_runtime.live["driver"] == "first"
+
+
 async def test_a_living_driver_is_replaced_on_demand_and_sent_away_only_then(fake_runtime):
     fake_runtime.start("inc-7", driver="somebody")
     fake_runtime.committed = 17
