@@ -42,9 +42,16 @@ StoreUrl = Annotated[
 
 @app.command(
     epilog="Examples:\n\n`midflight train configs/tiny.yaml`\n\n"
-    "`midflight train configs/demo.yaml --set name=second --set algorithm.max_steps=200`"
+    "`midflight train configs/demo.yaml --set name=second --set algorithm.max_steps=200`\n\n"
+    "`midflight train configs/demo.yaml --take-over`"
 )
-def train(config: ConfigFile, overrides: Overrides = None) -> None:
+def train(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    take_over: Annotated[
+        bool, typer.Option("--take-over", help="Take the run over from whoever trains it now, here or elsewhere.")
+    ] = False,
+) -> None:
     """Train a run from where it stands to its last step.
 
     Starts a Prefect server and worker and a Ray head for the time being, unless PREFECT_API_URL or RAY_ADDRESS name
@@ -52,7 +59,7 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
     """
     from flows.train_command import train_run
 
-    train_run(load_config(config, overrides or ()), Console())
+    train_run(load_config(config, overrides or ()), Console(), take_over=take_over)
 
 
 @app.command(

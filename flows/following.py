@@ -2,10 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from uuid import UUID
 
+import httpx
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.filters import FlowFilter, FlowFilterName
 from prefect.client.schemas.objects import FlowRun
@@ -14,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from flows.deployments import cancel_flow_run, failure_of
+from flows.failures import ServicesFailed
 from flows.home import Home
 from flows.local_services import require_services
 from storage.errors import StoreError
@@ -26,6 +28,9 @@ POLL_S = 0.3
 LINE_EVERY_S = 10.0
 CANCEL_DEADLINE_S = 45.0
 GUARD_DEADLINE_S = 90.0
+# A server that is started again answers well before.
+SERVER_AWAY_S = 60.0
+_ANSWER_S = 10.0
 
 Show = Callable[[RunProgress], None]
 
@@ -33,15 +38,16 @@ Show = Callable[[RunProgress], None]
 async def follow(run: FlowRun, config: RunConfig, home: Home, console: Console) -> FlowRun:
     """Show progress until the flow run is over; returns it in its final state.
 
-    Interrupted (Ctrl-C), it cancels the flow run and waits until that has ended. Raises ServicesFailed when a local
-    service has ended, since the flow run would then wait for ever.
+    Interrupted (Ctrl-C), it cancels the flow run and waits until that has ended. Raises ServicesFailed when the local
+    services have ended, since the flow run would then wait for ever, or the server was away for `SERVER_AWAY_S`: the
+    flow run itself goes on without it.
     """
     progress = RunProgress()
     follower = TraceFollower(open_store(config.store.url), RunLayout(config.name))
     async with get_client() as client:
         with _display(config, console) as show:
             try:
-                async for current in _states(client, run.id):
+                async for current in states(run, lambda: client.read_flow_run(run.id), say=console.print):
                     with suppress(StoreError):  # the picture can wait for the store
                         progress.add(await asyncio.to_thread(follower.poll))
                     show(progress)
@@ -90,9 +96,37 @@ async def _guards_of(client: PrefectClient, run: FlowRun) -> list[FlowRun]:
     ]
 
 
-async def _states(client: PrefectClient, flow_run_id: UUID) -> AsyncIterator[FlowRun]:
+async def states(
+    run: FlowRun,
+    read: Callable[[], Awaitable[FlowRun]],
+    *,
+    say: Callable[[str], None],
+    clock: Callable[[], float] = time.monotonic,
+) -> AsyncIterator[FlowRun]:
+    """The flow run again and again; the last known one while the server does not answer.
+
+    Raises ServicesFailed when it did not for `SERVER_AWAY_S`.
+    """
+    known, answered, is_away = run, clock(), False
     while True:
-        yield await client.read_flow_run(flow_run_id)
+        try:
+            known = await asyncio.wait_for(read(), _ANSWER_S)
+        except (httpx.TransportError, httpx.HTTPStatusError, TimeoutError) as error:
+            if isinstance(error, httpx.HTTPStatusError) and error.response.status_code < 500:
+                raise
+            if clock() - answered > SERVER_AWAY_S:
+                raise ServicesFailed(
+                    f"Prefect did not answer for {SERVER_AWAY_S:.0f} s ({error!r}); flow run {run.name} ({run.id}) "
+                    "goes on as long as its process lives: look at it when the server is back"
+                ) from error
+            if not is_away:
+                say("Prefect does not answer; the run goes on without it.")
+            is_away = True
+        else:
+            if is_away:
+                say("Prefect answers again.")
+            answered, is_away = clock(), False
+        yield known
         await asyncio.sleep(POLL_S)
 
 

@@ -39,7 +39,7 @@ async def restore(config: RunConfig, driver: str | None = None) -> dict[str, Any
     config = resolved(config)
     await tag_with_run(config.name)
     holder = driver or str(Driver.this_flow_run())
-    runtime = RayRuntime(config.name, cache=Home.current().cache)
+    runtime = RayRuntime(config.name, cache=Home.current().cache, driver=holder)
     restored = await restore_run(config, runtime, driver=holder, owner_is_gone=owner_is_gone)
     if prefect.runtime.flow_run.run_count > 1 and (parent := Driver.parse(holder)) is not None:
         await resume_parent(UUID(parent.flow_run), str(prefect.runtime.flow_run.id))

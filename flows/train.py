@@ -19,7 +19,7 @@ from prefect.exceptions import TerminationSignal
 from prefect.states import Crashed
 
 from flows.config_files import resolved
-from flows.driver import Driver, owner_is_gone
+from flows.driver import Driver, owner_is_gone, send_away
 from flows.failures import RestoreFailed, TrainFailed
 from flows.home import Home
 from flows.restore import restore, restore_child
@@ -37,6 +37,7 @@ from tasks.runtime import (
     OwnerIsGone,
     Runtime,
     RuntimeStatus,
+    SendAway,
     close_runtime,
     ensure_runtime,
     held,
@@ -52,11 +53,16 @@ RestoreRun = Callable[[RuntimeStatus], Awaitable[None]]
 
 
 @flow(name="train", flow_run_name="train-{config.name}", persist_result=False)
-async def train(config: RunConfig) -> dict[str, Any] | State[Any]:
+async def train(config: RunConfig, take_over: bool = False) -> dict[str, Any] | State[Any]:
     """Train a run to `algorithm.max_steps`, from wherever its store says it stands.
 
     What a new start can mend (the runtime or the store was lost) ends it as Crashed, so that it is resumed; all else as
     Failed.
+
+    Args:
+        config: The run. All keys: docs/configuration.md.
+        take_over: Take the run over from a `train` that drives it now, or from a controller in another cluster. Without
+            it this flow run is refused while somebody else holds the run.
     """
     config = resolved(config)
     await tag_with_run(config.name)
@@ -68,9 +74,16 @@ async def train(config: RunConfig) -> dict[str, Any] | State[Any]:
         else:
             await restore(config, driver)
 
-    runtime = RayRuntime(config.name, cache=Home.current().cache)
+    runtime = RayRuntime(config.name, cache=Home.current().cache, driver=driver)
     try:
-        return await drive(config, runtime, driver=driver, restore_run=restore_run, owner_is_gone=owner_is_gone)
+        return await drive(
+            config,
+            runtime,
+            driver=driver,
+            restore_run=restore_run,
+            owner_is_gone=owner_is_gone,
+            send_away=send_away if take_over else None,
+        )
     except MidflightError as error:
         if not is_mended_by_resume(error):
             raise
@@ -79,10 +92,16 @@ async def train(config: RunConfig) -> dict[str, Any] | State[Any]:
 
 
 async def drive(
-    config: RunConfig, runtime: Runtime, *, driver: str, restore_run: RestoreRun, owner_is_gone: OwnerIsGone
+    config: RunConfig,
+    runtime: Runtime,
+    *,
+    driver: str,
+    restore_run: RestoreRun,
+    owner_is_gone: OwnerIsGone,
+    send_away: SendAway | None = None,
 ) -> dict[str, Any]:
     """Hold the run's runtime, restore it if nothing runs in it yet, train, close it."""
-    status = await ensure_runtime(runtime, config, driver, owner_is_gone)
+    status = await ensure_runtime(runtime, config, driver, owner_is_gone, send_away)
     async with held(runtime, driver, every_s=config.cluster.driver_lease_s / HEARTBEATS_PER_LEASE):
         try:
             with cancelled_by_sigterm():

@@ -19,7 +19,8 @@ MidflightError
 ├── StepOutOfOrder            a numbered step was asked for before its predecessor
 ├── RolloutFailure
 │   ├── InfrastructureFailure (retryable) worker, connection or time-out
-│   │   └── WorkerDied        (retryable) the process that ran it is dead, whatever the prompt
+│   │   ├── WorkerDied        (retryable) the process that ran it is dead, whatever the prompt
+│   │   └── ControllerSilent  (retryable) a controller that may live does not answer
 │   └── DataFailure           the prompt itself can't be rolled out
 ├── FinalizationUnknown       a group's rows may or may not have been written; nothing is saved until a restart
 ├── GeneratorLost             a generator died again and again; restarting it does not help
@@ -122,6 +123,10 @@ class InfrastructureFailure(RolloutFailure):
 
 class WorkerDied(InfrastructureFailure):
     """The worker that ran it died: its engine or its actor."""
+
+
+class ControllerSilent(InfrastructureFailure):
+    """The run's controller did not answer in time: it hangs, or its process is stopped."""
 
 
 class DataFailure(RolloutFailure):

@@ -18,6 +18,7 @@ class RunLayout:
     <run>/checkpoints/step_000012-<inc>/    weights, optimizer, RNG
     <run>/verifications/00000007.json       what the newest verification of a bundle found
     <run>/trace/<process>.jsonl             events (object stores: <process>/00000001.jsonl ...)
+    <run>/owners/<writer>.json              sign of life of a controller, while it lives
     ```
     """
 
@@ -57,6 +58,15 @@ class RunLayout:
     def traces(self) -> str:
         """Folder of the traces."""
         return f"{self.run}/trace"
+
+    @property
+    def owners(self) -> str:
+        """Folder of the controllers' signs of life."""
+        return f"{self.run}/owners"
+
+    def owner(self, writer: str) -> str:
+        """The sign of life of one controller."""
+        return f"{self.owners}/{writer}.json"
 
     def manifest(self, sequence: int) -> str:
         """Slot `sequence` of the manifest log."""

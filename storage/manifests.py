@@ -284,6 +284,19 @@ class ManifestLog:
                     continue
                 self._winner = f"{winner!r} in {self._layout.manifest(sequence)}"
 
+    def refuse_when_lost(self) -> None:
+        """Look whether another writer has taken the next slot. Raises: Fenced; StoreUnavailable."""
+        with self._lock:
+            if self._last is not None and self._winner is None:
+                path = self._layout.manifest(self._last + 1)
+                try:
+                    winner = _writer_of(self._store.read(path), path)
+                except NotFound:
+                    return
+                if winner != self._writer:  # a late success of our own is for `append` to find
+                    self._winner = f"{winner!r} in {path}"
+            self._refuse_when_fenced()
+
     def _refuse_when_fenced(self) -> None:
         if self._winner is not None:
             raise Fenced(
