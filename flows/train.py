@@ -29,6 +29,7 @@ from storage.filesystem import open_store
 from storage.run_config import RunConfig
 from tasks.ray_runtime import RayRuntime
 from tasks.reports import TrainingReport
+from tasks.results import forget_results
 from tasks.retries import first_cause, is_retryable
 from tasks.run_progress import progress_of
 from tasks.runtime import (
@@ -191,10 +192,12 @@ class TrainingLoops:
             last = segment_end(first, max_steps=max_steps, step_s=step_s)
             started = time.perf_counter()
             reports = await train_steps(self._runtime, first, last, self._incarnation)
+            forget_results()
             step_s = (time.perf_counter() - started) / max(1, len(reports))
             await self._publish(reports)
             if reached_end_of_data(reports) or not reports:
                 break
+        await self._report.finish()
         self._trained = True
         self._woken.set()
 
@@ -214,6 +217,7 @@ class TrainingLoops:
         while not await self._trained_within(self._config.rollout_checkpointing.interval_s):
             try:
                 outcome = await attempt_snapshot(self._runtime, attempt_number(), False, self._incarnation)
+                forget_results()
             except MidflightError as error:
                 if not is_retryable(error):
                     raise

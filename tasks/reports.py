@@ -1,24 +1,27 @@
 """Artifacts in the Prefect UI: progress, reward curve, last steps, restore report. They never fail a step."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
-from uuid import UUID
 
 import httpx
 from prefect import get_run_logger
 from prefect.artifacts import (
-    acreate_image_artifact,
+    ImageArtifact,
+    ProgressArtifact,
+    TableArtifact,
     acreate_markdown_artifact,
-    acreate_progress_artifact,
     acreate_table_artifact,
-    aupdate_progress_artifact,
 )
 from prefect.exceptions import PrefectException
 
-from tasks.reward_curve import data_uri, reward_curve_svg
+from tasks.live_artifact import LiveArtifact
+from tasks.reward_curve import data_uri, reward_curve_svg, thinned
 
 LAST_STEPS = 20
+# The artifacts of a run cost the server more than its task runs do, so that they are not refreshed at every step.
+REFRESH_S = 8.0
 _DEADLINE_S = 5.0
 
 Report = Mapping[str, Any]
@@ -34,44 +37,45 @@ async def best_effort(what: str, creation: Awaitable[Any]) -> Any:
 
 
 class TrainingReport:
-    """The artifacts of one `train` flow run, brought up to date after each segment."""
+    """The artifacts of one `train` flow run: brought up to date every REFRESH_S seconds at most, and by `finish`."""
 
-    def __init__(self, run: str, *, max_steps: int, earlier: Sequence[tuple[int, float]]) -> None:
+    def __init__(
+        self, run: str, *, max_steps: int, earlier: Sequence[tuple[int, float]], refresh_s: float | None = None
+    ) -> None:
         self._run = run
         self._max_steps = max_steps
+        self._refresh_s = REFRESH_S if refresh_s is None else refresh_s
         self._rewards = dict(earlier)
         self._last: list[Report] = []
-        self._progress: UUID | None = None
+        self._due_at = 0.0
+        self._is_current = True
+        self._progress, self._curve, self._table = LiveArtifact(), LiveArtifact(), LiveArtifact()
 
     async def add(self, reports: Sequence[Report]) -> None:
-        """Publish what these steps add."""
+        """Take these steps into account; show them if the artifacts are due."""
         steps = [report for report in reports if "rewards_mean" in report]
         if not steps:
             return
         self._rewards.update((int(r["step"]), float(r["rewards_mean"])) for r in steps)
         self._last = [*self._last, *steps][-LAST_STEPS:]
-        percent = 100.0 * int(steps[-1]["step"]) / self._max_steps
-        await self._show_progress(min(100.0, percent))
-        svg = reward_curve_svg(self._run, sorted(self._rewards.items()))
-        await best_effort(
-            "reward-curve",
-            acreate_image_artifact(data_uri(svg), key="reward-curve", description=f"Mean reward of {self._run}"),
-        )
-        await best_effort(
-            "last-steps",
-            acreate_table_artifact(
-                [step_row(r) for r in self._last], key="last-steps", description=f"Newest steps of {self._run}"
-            ),
-        )
+        self._is_current = False
+        if time.monotonic() >= self._due_at:
+            await self.finish()
 
-    async def _show_progress(self, percent: float) -> None:
-        if self._progress is not None:
-            await best_effort("train-progress", aupdate_progress_artifact(self._progress, progress=percent))
+    async def finish(self) -> None:
+        """Show everything that was added."""
+        if self._is_current:
             return
-        self._progress = await best_effort(
-            "train-progress",
-            acreate_progress_artifact(percent, key="train-progress", description=f"Train steps of {self._run}"),
-        )
+        self._is_current, self._due_at = True, time.monotonic() + self._refresh_s
+        percent = min(100.0, 100.0 * int(self._last[-1]["step"]) / self._max_steps)
+        progress = ProgressArtifact(key="train-progress", progress=percent, description=f"Train steps of {self._run}")
+        svg = reward_curve_svg(self._run, thinned(sorted(self._rewards.items())))
+        curve = ImageArtifact(key="reward-curve", image_url=data_uri(svg), description=f"Mean reward of {self._run}")
+        rows = [step_row(report) for report in self._last]
+        table = TableArtifact(key="last-steps", table=rows, description=f"Newest steps of {self._run}")
+        await best_effort("train-progress", self._progress.show(progress))
+        await best_effort("reward-curve", self._curve.show(curve))
+        await best_effort("last-steps", self._table.show(table))
 
 
 def step_row(report: Report) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import base64
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
+MOST_POINTS = 300
 _WIDTH, _HEIGHT = 720, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 16, 32, 44
 _INK, _GRID, _LINE = "#1f2937", "#d1d5db", "#2563eb"
@@ -40,6 +41,13 @@ def reward_curve_svg(run: str, rewards: Sequence[tuple[int, float]]) -> str:
         f'<polyline fill="none" stroke="{_LINE}" stroke-width="2" points="{path}"/>'
         "</svg>"
     )
+
+
+def thinned(rewards: Sequence[tuple[int, float]], most: int = MOST_POINTS) -> list[tuple[int, float]]:
+    """At most so many points: neighbouring steps become their mean, at the last of them."""
+    size = -(-len(rewards) // most)
+    parts = [rewards[first : first + size] for first in range(0, len(rewards), max(1, size))]
+    return [(part[-1][0], sum(reward for _, reward in part) / len(part)) for part in parts]
 
 
 def data_uri(svg: str) -> str:
