@@ -1,4 +1,4 @@
-"""Snapshots of 20,000 live rows: full and incremental, local and S3, against torch.save and TransferQueue; reading them.
+"""Snapshots of 20,000 live rows, full and incremental, local and S3, against torch.save and TransferQueue.
 
 Everything is interleaved, round by round, in one process; what counts is the ratio within a round. Processor time is
 that of the process that saves (for TransferQueue: of all its processes), and hardly depends on what else the machine
@@ -237,7 +237,7 @@ async def test_a_snapshot_to_s3_against_a_local_one(live: LiveState, tmp_path: P
         for saver in steady:
             await saver.snapshot()
         for number in range(ROUNDS):
-            for name, url in zip(names[:2], (tmp_path / str(number), f"{bucket}/{number}"), strict=True):
+            for name, url in zip(names[:2], (f"{tmp_path}/{number}", f"{bucket}/{number}"), strict=True):
                 ways[name].add(await Saver(live.parts, url).snapshot())
             await live.retire(NEW_ROWS // GENERATIONS)
             await live.finish(NEW_ROWS // GENERATIONS)

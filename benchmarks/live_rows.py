@@ -21,6 +21,7 @@ from gpu_workers.controller.row_store import RowStore
 from gpu_workers.controller.samplers.build import build_sampler
 from gpu_workers.controller.snapshotter import RolloutSnapshotter
 from gpu_workers.controller.trainer_checkpoints import TrainerCheckpoints
+from storage.catalog import live_bundles
 from storage.filesystem import Store, open_store
 from storage.layout import RunLayout
 from storage.manifests import Manifest, ManifestLog, read_log
@@ -128,8 +129,8 @@ class Saver:
         self.layout = RunLayout(CONFIG.name)
         log = ManifestLog(self.store, self.layout, "bench")
         log.claim()
-        saving = {"checkpointing": CONFIG.checkpointing, "snapshots": CONFIG.rollout_checkpointing}
-        bundles = PublishedBundles(self.store, self.layout, log, **saving)
+        keeping, snapshots = CONFIG.checkpointing, CONFIG.rollout_checkpointing
+        bundles = PublishedBundles(self.store, self.layout, log, checkpointing=keeping, snapshots=snapshots)
         self._publisher = BundlePublisher(parts, bundles, identity="f" * 64)
         checkpoints = TrainerCheckpoints(parts, cast("Trainer", None), self._publisher)  # none is ever saved
         self._snapshotter = RolloutSnapshotter(parts, self._publisher, checkpoints)
@@ -157,7 +158,7 @@ class Saver:
 
     def newest(self) -> Manifest:
         """The manifest of the newest snapshot."""
-        return next(m for m in reversed(read_log(self.store, self.layout)) if m.kind == "rollout_snapshot")
+        return live_bundles(read_log(self.store, self.layout))[1][-1]
 
     def _stored(self) -> dict[str, int]:
         return {path: self.store.size(path) for path in self.store.list(CONFIG.name)}
@@ -196,6 +197,4 @@ def buffered(number: int, batch: pa.RecordBatch) -> BufferedGroup:
     """The replay buffer's record of one group."""
     ids = tuple(batch.column("row_id").to_pylist())
     generated = sum(map(sum, batch.column("loss_mask").to_pylist()))
-    return BufferedGroup(
-        prompt(number), number, 0, 0, ids, (0.5,) * GENERATIONS, generated, ((3, generated),)
-    )
+    return BufferedGroup(prompt(number), number, 0, 0, ids, (0.5,) * GENERATIONS, generated, ((3, generated),))

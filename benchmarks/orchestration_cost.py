@@ -12,24 +12,24 @@ a step takes longer than without Prefect, memory over the steps, and what the da
 import argparse
 import json
 import os
+import signal
 import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-import psutil
 
 from benchmarks.measuring import cpu_seconds, resident_mib, show, slope, spread
+from benchmarks.stub_run import STEP_S
 from flows.home import Home
 from flows.processes import ProcessId, end_processes, free_port, start_detached, tail, tied_to_parent
 from flows.service_state import prefect_environment, without_prefect_settings
-from benchmarks.stub_run import STEP_S
 
 INTERVAL_S = 5.0
 SAMPLES = 20
@@ -65,11 +65,12 @@ class Server:
 
 
 @contextmanager
-def prefect_server(folder: Path) -> Iterator[Server]:
-    """A server as `midflight up` starts it; ended afterwards."""
+def prefect_server(folder: Path, settings: Mapping[str, str] | None = None) -> Iterator[Server]:
+    """A server as `midflight up` starts it, apart from `settings`; ended afterwards."""
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     home, port = Home(folder), free_port()
-    home.prefect.mkdir(parents=True)
-    environment = without_prefect_settings(os.environ) | prefect_environment(home)
+    home.prefect.mkdir(parents=True, exist_ok=True)
+    environment = without_prefect_settings(os.environ) | prefect_environment(home) | dict(settings or {})
     command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
     log = home.logs / "server.log"
     process = start_detached(tied_to_parent(command), environment=environment, log=log, cwd=folder)
@@ -199,7 +200,9 @@ def events_of(database: Path) -> list[tuple[str, str, str]]:
 def print_growth(samples: list[Sample], tables: dict[str, tuple[int, float]]) -> None:
     """Memory and database over the steps, and what 10,000 steps would need at the rate of the second half."""
     chosen = [samples[round(part * (len(samples) - 1) / 5)] for part in range(6)]
-    rows = [(str(s.step), f"{s.flow_mib:.1f}", f"{s.server_mib:.1f}", f"{s.database_mib:.1f}") for s in chosen]
+    rows: list[tuple[str, ...]] = [
+        (str(s.step), f"{s.flow_mib:.1f}", f"{s.server_mib:.1f}", f"{s.database_mib:.1f}") for s in chosen
+    ]
     half = samples[len(samples) // 2 :]
     per_step = [
         1024 * slope([(s.step, getattr(s, name)) for s in half]) for name in ("flow_mib", "server_mib", "database_mib")

@@ -1,8 +1,8 @@
-"""A `train` flow whose steps only wait: `python -m benchmarks.stub_run STORE prefect|bare STEPS STEP_S INTERVAL_S EVERY`.
+"""A `train` flow whose steps only wait: `python -m benchmarks.stub_run STORE WAY STEPS STEP_S INTERVAL_S EVERY`.
 
 The flow is the real one from `drive` on: tasks, artifacts, snapshot attempts. Its runtime is made up: a step sleeps, an
-attempt answers at once. `bare` awaits the same calls without Prefect. After each `EVERY` steps one JSON line says how
-many are done, at what time and with how much processor time and memory of this process.
+attempt answers at once. WAY is `prefect`, or `bare`, which awaits the same calls without Prefect. After each `EVERY`
+steps one JSON line says how many are done, at what time and with how much processor time and memory of this process.
 """
 
 import asyncio
@@ -50,9 +50,15 @@ class WaitingRuntime:
         if self._state is None:
             return None
         steps, fingerprint = self._committed, identity(self._config).fingerprint
-        own = {"state": self._state, "driver": self._driver, "config_fingerprint": fingerprint}
         return RuntimeStatus(
-            self.run, incarnation="stub", train_steps=steps, trainer_version=steps, max_steps=self.max_steps, **own
+            self.run,
+            incarnation="stub",
+            state=self._state,
+            train_steps=steps,
+            trainer_version=steps,
+            max_steps=self.max_steps,
+            driver=self._driver,
+            config_fingerprint=fingerprint,
         )
 
     @property

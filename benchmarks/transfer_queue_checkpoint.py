@@ -1,4 +1,4 @@
-"""TransferQueue with the same rows, in a process of its own: `python -m benchmarks.transfer_queue_checkpoint ROWS TOKENS`.
+"""TransferQueue with such rows, in a process of its own: `python -m benchmarks.transfer_queue_checkpoint ROWS TOKENS`.
 
 For each line "save FOLDER" or "load FOLDER" on standard input it takes or loads TransferQueue's own checkpoint and
 answers with one JSON line: seconds, and processor seconds of this process and all of TransferQueue's.
