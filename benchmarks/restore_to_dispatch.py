@@ -1,6 +1,6 @@
 """From the start of a restore to the first dispatched group, beside the start of an engine.
 
-`python -m benchmarks.restore_to_dispatch [--rounds 5]`. A real tiny run is killed (SIGKILL: controller, engine,
+`python -m benchmarks.restore_to_dispatch`. A real tiny run is killed (SIGKILL: controller, engine,
 trainer, flow) right after a snapshot in the middle of a step, and started again; round by round, each with one start of
 an engine as `benchmarks.engine_start` does it, while no run lives. The times are those that Prefect and the run's trace
 recorded: the chain is all from its first link on, verification included, to the first attempt that runs again.
@@ -112,10 +112,12 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--short", action="store_true", help="2 rounds")
     arguments = parser.parse_args()
+    rounds = 2 if arguments.short else arguments.rounds
     restores, starts = [], []
     with services() as home:
-        for number in range(arguments.rounds):
+        for number in range(rounds):
             starts.append(engine_start())
             run = LiveRun(home, f"killed-{number}", SETTINGS)
             try:
@@ -131,7 +133,7 @@ def main() -> None:
         ("engine start to its first token (benchmarks.engine_start)", spread(starts)),
         ("restore chain / engine start", spread(ratios, 3)),
     ]
-    show(f"Restore to first dispatch, {arguments.rounds} kills", ("", "seconds, median (range)"), rows)
+    show(f"Restore to first dispatch, {rounds} kills", ("", "seconds, median (range)"), rows)
 
 
 if __name__ == "__main__":

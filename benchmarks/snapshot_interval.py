@@ -1,4 +1,4 @@
-"""What a snapshot every 10 s costs a run: `python -m benchmarks.snapshot_interval [--windows 12] [--window-s 20]`.
+"""What a snapshot every 10 s costs a run: `python -m benchmarks.snapshot_interval`.
 
 One real tiny run, whose own schedule takes no snapshots. In every other window attempts are asked for every 10 s, each
 as the task that `train` uses; windows alternate with-without, without-with, so that a drift of the machine cancels out.
@@ -101,14 +101,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--windows", type=int, default=12, help="pairs of windows")
     parser.add_argument("--window-s", type=float, default=20.0)
+    parser.add_argument("--short", action="store_true", help="4 pairs")
     arguments = parser.parse_args()
+    pairs = 4 if arguments.short else arguments.windows
     with services() as home:
         run = LiveRun(home, "timed", SETTINGS)
         run.train()
         try:
             run.wait_for(lambda events: sum(event["event"] == "train_step" for event in events) > 20)
             os.environ.update(run.services.environment(Home(home.root)))
-            windows = asyncio.run(watch(run, windows=arguments.windows, window_s=arguments.window_s))
+            windows = asyncio.run(watch(run, windows=pairs, window_s=arguments.window_s))
             events = run.events()
         finally:
             run.stop()
@@ -117,7 +119,7 @@ def main() -> None:
         (name, f"{statistics.fmean(values):.3f}", interval(values), spread(values, 3), verdict(values))
         for name, values in (("steps per second", by_time), ("steps per processor second", by_cpu))
     ]
-    title = f"A snapshot every {INTERVAL_S:.0f} s against none, {arguments.windows} pairs of windows"
+    title = f"A snapshot every {INTERVAL_S:.0f} s against none, {pairs} pairs of windows"
     show(title, ("with / without", "mean", "90 % interval", "median (range)", ""), rows)
     print_snapshots(events, windows)
 
