@@ -29,10 +29,13 @@ check: install ## ruff, ruff format, mypy --strict, import-linter
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: install ## the benchmarks, as tables
+bench: install ## the benchmarks, as tables (about 50 minutes; SHORT=1: about 20)
 	@$(BIN)/python -m pytest benchmarks -m benchmark -s $(ARGS)
 	@$(BIN)/python -m benchmarks.engine_start
 	@$(BIN)/python -m benchmarks.generation_throughput
+	@$(BIN)/python -m benchmarks.restore_to_dispatch $(if $(SHORT),--short)
+	@$(BIN)/python -m benchmarks.snapshot_interval $(if $(SHORT),--short)
+	@$(BIN)/python -m benchmarks.orchestration_cost $(if $(SHORT),--short)
 
 docs: install ## write docs/configuration.md and the tables of keys in other pages from the code
 	@$(BIN)/midflight config-reference > docs/configuration.md.new

@@ -30,6 +30,7 @@ from storage.filesystem import open_store
 from storage.run_config import RunConfig
 from tasks.ray_runtime import RayRuntime
 from tasks.reports import TrainingReport
+from tasks.results import forget_results
 from tasks.retries import first_cause, is_mended_by_resume, is_retryable
 from tasks.run_progress import progress_of
 from tasks.runtime import (
@@ -207,13 +208,14 @@ class TrainingLoops:
             last = segment_end(first, max_steps=max_steps, step_s=step_s)
             started = time.perf_counter()
             reports = await train_steps(self._runtime, first, last, self._incarnation)
+            forget_results()
             step_s = (time.perf_counter() - started) / max(1, len(reports))
             await self._publish(reports)
             if reached_end_of_data(reports) or not reports:
                 break
+        await self._report.finish()
         self._trained = True
         self._woken.set()
-        await self._report.show()
 
     async def _publish(self, reports: list[dict[str, Any]]) -> None:
         if reports:
@@ -231,6 +233,7 @@ class TrainingLoops:
         while not await self._trained_within(self._config.rollout_checkpointing.interval_s):
             try:
                 outcome = await attempt_snapshot(self._runtime, attempt_number(), False, self._incarnation)
+                forget_results()
             except MidflightError as error:
                 if not is_retryable(error):
                     raise

@@ -1,27 +1,29 @@
 """Artifacts in the Prefect UI: progress, reward curve, last steps, restore report. They never fail a step."""
 
 import asyncio
-import json
-import math
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from enum import StrEnum
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
-from uuid import UUID
 
 import httpx
 from prefect import get_run_logger
-from prefect.artifacts import Artifact, acreate_markdown_artifact, acreate_table_artifact
-from prefect.client.orchestration import get_client
-from prefect.client.schemas.actions import ArtifactUpdate
+from prefect.artifacts import (
+    ImageArtifact,
+    ProgressArtifact,
+    TableArtifact,
+    acreate_markdown_artifact,
+    acreate_table_artifact,
+)
 from prefect.exceptions import PrefectException
 
+from tasks.live_artifact import LiveArtifact
 from tasks.reward_curve import by_step, data_uri, reward_curve_svg
 from tasks.run_progress import RunProgress
 
 LAST_STEPS = 20
-REFRESH_S = 10.0
+# The artifacts of a run cost the server more than its task runs do, so that they are not refreshed at every step.
+REFRESH_S = 8.0
 _DEADLINE_S = 5.0
 
 Report = Mapping[str, Any]
@@ -36,81 +38,64 @@ async def best_effort(what: str, creation: Awaitable[Any]) -> Any:
         return None
 
 
-class ArtifactType(StrEnum):
-    """Prefect's names for what it shows as a bar, a picture and a table."""
-
-    PROGRESS = "progress"
-    IMAGE = "image"
-    TABLE = "table"
+def artifact_key(name: str, run: str) -> str:
+    """The key of a run's artifact: Prefect allows small letters, digits and dashes. Runs don't share a history."""
+    return f"{name}-{re.sub(r'[^a-z0-9]+', '-', run)}".rstrip("-")
 
 
 class TrainingReport:
-    """The artifacts of one `train` flow run: progress, curves of reward and batch age, the newest steps.
+    """The artifacts of one `train` flow run: brought up to date every REFRESH_S seconds at most, and by `finish`.
 
-    Each is stored once and then replaced, at most every `REFRESH_S`, so that a run of any length leaves as many rows in
-    Prefect's database as a short one. `show` brings them up to date at the end.
+    Each is stored once and then replaced, so that a run of any length leaves as many rows in Prefect's database as a
+    short one.
     """
 
     def __init__(
-        self,
-        run: str,
-        *,
-        max_steps: int,
-        earlier: RunProgress | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, run: str, *, max_steps: int, earlier: RunProgress | None = None, refresh_s: float | None = None
     ) -> None:
         self._run = run
         self._max_steps = max_steps
+        self._refresh_s = REFRESH_S if refresh_s is None else refresh_s
         self._rewards = dict(earlier.rewards) if earlier is not None else {}
         self._ages = dict(earlier.batch_ages) if earlier is not None else {}
         self._last: list[Report] = []
-        self._clock = clock
-        self._due = -math.inf
-        self._stored: dict[str, UUID] = {}
+        self._due_at = 0.0
+        self._is_current = True
+        self._progress, self._curve, self._table = LiveArtifact(), LiveArtifact(), LiveArtifact()
 
     async def add(self, reports: Sequence[Report]) -> None:
-        """Take these steps into account, and show them if it is time to."""
+        """Take these steps into account; show them if the artifacts are due."""
         steps = [report for report in reports if "rewards_mean" in report]
         if not steps:
             return
         self._rewards.update((int(r["step"]), float(r["rewards_mean"])) for r in steps)
         self._ages.update((int(r["step"]), float(r["batch_age"])) for r in steps if "batch_age" in r)
         self._last = [*self._last, *steps][-LAST_STEPS:]
-        if self._clock() >= self._due:
-            await self.show()
-            self._due = self._clock() + REFRESH_S
+        self._is_current = False
+        if time.monotonic() >= self._due_at:
+            await self.finish()
 
-    async def show(self) -> None:
-        """Store what is known now."""
-        if not self._last:
+    async def finish(self) -> None:
+        """Show everything that was added."""
+        if self._is_current:
             return
+        self._is_current, self._due_at = True, time.monotonic() + self._refresh_s
+        run = self._run
         percent = min(100.0, 100.0 * int(self._last[-1]["step"]) / self._max_steps)
-        svg = reward_curve_svg(self._run, by_step(self._rewards), by_step(self._ages))
-        description = f"Mean reward and batch age of {self._run}"
-        await self._store("train-progress", ArtifactType.PROGRESS, percent, f"Train steps of {self._run}")
-        await self._store("reward-curve", ArtifactType.IMAGE, data_uri(svg), description)
-        rows = json.dumps([step_row(report) for report in self._last])
-        await self._store("last-steps", ArtifactType.TABLE, rows, f"Newest steps of {self._run}")
-
-    async def _store(self, name: str, kind: ArtifactType, data: str | float, description: str) -> None:
-        if name in self._stored:
-            await best_effort(name, replace_artifact(self._stored[name], data))
-            return
-        key = artifact_key(name, self._run)
-        stored = await best_effort(name, Artifact(key=key, type=kind, data=data, description=description).acreate())
-        if stored is not None:
-            self._stored[name] = stored.id
-
-
-def artifact_key(name: str, run: str) -> str:
-    """The key of a run's artifact: Prefect allows small letters, digits and dashes. Runs don't share a history."""
-    return f"{name}-{re.sub(r'[^a-z0-9]+', '-', run)}".rstrip("-")
-
-
-async def replace_artifact(artifact_id: UUID, data: str | float) -> None:
-    """Put new content into an artifact."""
-    async with get_client() as client:
-        await client.update_artifact(artifact_id, ArtifactUpdate(data=data))
+        progress = ProgressArtifact(
+            key=artifact_key("train-progress", run), progress=percent, description=f"Train steps of {run}"
+        )
+        svg = reward_curve_svg(run, by_step(self._rewards), by_step(self._ages))
+        curve = ImageArtifact(
+            key=artifact_key("reward-curve", run),
+            image_url=data_uri(svg),
+            description=f"Mean reward and batch age of {run}",
+        )
+        rows = [step_row(report) for report in self._last]
+        table = TableArtifact(key=artifact_key("last-steps", run), table=rows, description=f"Newest steps of {run}")
+        await best_effort("train-progress", self._progress.show(progress))
+        await best_effort("reward-curve", self._curve.show(curve))
+        await best_effort("last-steps", self._table.show(table))
 
 
 def step_row(report: Report) -> dict[str, Any]:
@@ -168,11 +153,8 @@ async def publish_run_report(
 ) -> None:
     """Store a run's curves, what each stop cost, and the facts of its audit."""
     svg = reward_curve_svg(run, by_step(progress.rewards), by_step(progress.batch_ages))
-    curves = Artifact(
-        key=artifact_key("report-curves", run),
-        type=ArtifactType.IMAGE,
-        data=data_uri(svg),
-        description=f"{run} by step",
+    curves = ImageArtifact(
+        key=artifact_key("report-curves", run), image_url=data_uri(svg), description=f"Reward and batch age of {run}"
     )
     await best_effort("report-curves", curves.acreate())
     rows = [{name: value if value is not None else "" for name, value in stop.items()} for stop in stops]

@@ -11,7 +11,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 16, 32, 44
 _INK, _GRID = "#1f2937", "#d1d5db"
 _REWARD, _AGE = "#2563eb", "#b45309"
 # A picture holds no more points than it has pixels to show them.
-_MOST_POINTS = 600
+MOST_POINTS = 600
 
 Points = Sequence[tuple[int, float]]
 
@@ -61,14 +61,11 @@ def _panel(title: str, given: Points, colour: str, *, top: int, least_high: floa
     )
 
 
-def thinned(points: Points) -> list[tuple[int, float]]:
-    """At most `_MOST_POINTS`: where there are more, each is the mean of its neighbours; the last one stays as it is."""
-    if len(points) <= _MOST_POINTS:
-        return list(points)
-    size = -(-len(points) // (_MOST_POINTS - 1))
-    groups = [points[first : first + size] for first in range(0, len(points), size)]
-    means = [(group[len(group) // 2][0], sum(value for _, value in group) / len(group)) for group in groups]
-    return [*means[:-1], points[-1]]
+def thinned(points: Points, most: int = MOST_POINTS) -> list[tuple[int, float]]:
+    """At most so many points: neighbouring steps become their mean, at the last of them."""
+    size = -(-len(points) // most)
+    parts = [points[first : first + size] for first in range(0, len(points), max(1, size))]
+    return [(part[-1][0], sum(value for _, value in part) / len(part)) for part in parts]
 
 
 def by_step(values: Mapping[int, float]) -> list[tuple[int, float]]:

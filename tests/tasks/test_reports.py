@@ -3,8 +3,10 @@
 import base64
 from xml.etree import ElementTree
 
+import pytest
+
 from tasks.reports import restore_markdown, step_row
-from tasks.reward_curve import data_uri, reward_curve_svg
+from tasks.reward_curve import data_uri, reward_curve_svg, thinned
 
 SELECTED = {
     "target": 7,
@@ -39,6 +41,20 @@ def test_the_reward_curve_is_an_image_that_needs_no_server():
 
 def test_a_curve_without_steps_can_be_drawn():
     ElementTree.fromstring(reward_curve_svg("run", []))
+
+
+def test_a_long_curve_is_drawn_with_a_bounded_number_of_points_that_keep_its_mean_and_its_end():
+    rewards = [(step, step / 1000) for step in range(1, 1001)]
+    points = thinned(rewards, most=100)
+    assert len(points) == 100
+    assert points[-1][0] == 1000
+    assert sum(reward for _, reward in points) / 100 == pytest.approx(sum(r for _, r in rewards) / 1000)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 300])
+def test_a_short_curve_is_drawn_as_it_is(steps):
+    rewards = [(step, 0.5) for step in range(1, steps + 1)]
+    assert thinned(rewards) == rewards
 
 
 def test_a_step_row_shows_only_the_metrics_there_are():
