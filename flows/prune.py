@@ -53,5 +53,5 @@ async def prune(
                 raise
             get_run_logger().warning("run %s is left alone: %s", name, error)
             found.append({"run": name, "left_alone": str(error)})
-    await publish_pruning(found, run or store.url, applied=apply)
+    await publish_pruning(found, run, store.url, applied=apply)
     return found

@@ -43,7 +43,7 @@ async def verify(
         for warning in report["warnings"]:
             get_run_logger().warning("%s: %s", report["run"], warning)
     rows = [{"run": report["run"], **check} for report in found for check in report["checks"]]
-    await publish_verification(rows, run or store.url)
+    await publish_verification(rows, run, store.url)
     error = corruption_of([_report(report) for report in found])
     if error is not None:
         raise error

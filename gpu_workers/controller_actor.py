@@ -64,10 +64,7 @@ class ControllerActor:
         self._incarnation = incarnation
         self._weights = hold_weights(Path(weights_dir) / incarnation)
         self._pids = {**pids, "controller": os.getpid()}
-        store, layout = (
-            open_store(config.store.url, deadline_s=config.store.deadline_s),
-            RunLayout(config.name),
-        )
+        store, layout = open_store(config.store.url, deadline_s=config.store.deadline_s), RunLayout(config.name)
         create_run_record(store, layout, config)
         log = ManifestLog(store, layout, incarnation)
         self._lease = DriverLease(config.name, incarnation, lease_s=config.cluster.driver_lease_s)

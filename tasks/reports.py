@@ -174,8 +174,8 @@ async def publish_run_report(
     )
 
 
-async def publish_verification(rows: Sequence[Report], where: str) -> None:
-    """Store the table of verified bundles of a run or a store."""
+async def publish_verification(rows: Sequence[Report], run: str | None, store_url: str) -> None:
+    """Store the table of verified bundles of a run or (`run` is None) a store."""
     columns = ("run", "sequence", "kind", "step", "rows", "bytes")
     table = [
         {**{name: row.get(name) for name in columns}, "result": _result(row), "note": row.get("note", "")}
@@ -184,7 +184,9 @@ async def publish_verification(rows: Sequence[Report], where: str) -> None:
     await best_effort(
         "verification",
         acreate_table_artifact(
-            table, key=artifact_key("verification", where), description=f"Every bundle of {where}, read and compared"
+            table,
+            key=artifact_key("verification", run or ""),
+            description=f"Every bundle of {run or store_url}, read and compared",
         ),
     )
 
@@ -194,7 +196,7 @@ def _result(row: Report) -> str:
     return str(row["problem"]) or whole
 
 
-async def publish_pruning(found: Sequence[Report], where: str, *, applied: bool) -> None:
+async def publish_pruning(found: Sequence[Report], run: str | None, store_url: str, *, applied: bool) -> None:
     """Store the table of what retention freed, or would free."""
     table: list[dict[str, Any]] = []
     for plan in found:
@@ -210,7 +212,9 @@ async def publish_pruning(found: Sequence[Report], where: str, *, applied: bool)
     what = "Freed" if applied else "A dry run: what would be freed"
     await best_effort(
         "retention",
-        acreate_table_artifact(table, key=artifact_key("retention", where), description=f"{what} in {where}"),
+        acreate_table_artifact(
+            table, key=artifact_key("retention", run or ""), description=f"{what} in {run or store_url}"
+        ),
     )
 
 
