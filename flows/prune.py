@@ -42,7 +42,7 @@ async def prune(
         raise ConfigurationError("take_over is for one run and with apply: give `run` and `apply`, or leave it out")
     store = StoreConfig(url=store_url or str(Home.current().store))
     found: list[dict[str, Any]] = []
-    for name in await list_runs(store) if run is None else [run]:
+    for name in await list_runs(store, may_be_empty=store_url is None) if run is None else [run]:
         try:
             if apply and not take_over:
                 config = RunConfig(name=layout_of(name).run)

@@ -37,9 +37,11 @@ async def verify(
         record: Keep the results beside the manifests, so that a bad bundle is not restored. Off: nothing is written.
     """
     store = StoreConfig(url=store_url or str(Home.current().store))
-    names = await list_runs(store) if run is None else [run]
+    names = await list_runs(store, may_be_empty=store_url is None) if run is None else [run]
     found = [await verify_stored_run(name, store, drill=drill, record=record) for name in names]
     for report in found:
+        bad = sum(bool(check["problem"]) for check in report["checks"])
+        get_run_logger().info("%s: %d bundles, of them %d bad", report["run"], len(report["checks"]), bad)
         for warning in report["warnings"]:
             get_run_logger().warning("%s: %s", report["run"], warning)
     rows = [{"run": report["run"], **check} for report in found for check in report["checks"]]

@@ -64,10 +64,12 @@ class InvariantChecks:
     _trained: dict[int, pl.DataFrame] = field(default_factory=dict)
     _previous: dict[str, Manifest] = field(default_factory=dict)
 
-    def broken(self, bundle: RestoredBundle, order: Order | None) -> list[str]:
-        """Every broken invariant of one bundle in words. Without an `order` nothing is said about I1."""
+    def broken(self, bundle: RestoredBundle, order: Order | None, *, step_size: int) -> list[str]:
+        """Every broken invariant of one bundle in words. Without an `order` nothing is said about I1.
+
+        `step_size`: the run's `algorithm.num_prompts_per_step`.
+        """
         tables, manifest = StateTables.of(bundle), bundle.manifest
-        step_size = int(manifest.config["algorithm"]["num_prompts_per_step"])
         found = [*two_owners(tables), *rows_off_index(tables), *stamps_off_cursor(tables, step_size)]
         if order is not None:
             trained, beyond = ownerless(tables, passed_by(tables.progress, order))

@@ -13,6 +13,7 @@ from storage.filesystem import Store
 from storage.invariants import InvariantChecks, Order
 from storage.layout import RunLayout
 from storage.manifests import BrokenSlot, Manifest, read_log
+from storage.run_config import RunConfig
 from storage.runs import log_of_run, run_names, saved_config
 from storage.snapshot_reader import BUNDLE_KINDS, RestoredBundle, read_bundle, verify_model_files
 from storage.verdicts import Verdicts, judge, known_bad, moment, put_verdict
@@ -156,8 +157,15 @@ class _RunChecker:
 
     def _check_whole(self, check: BundleCheck, bundle: RestoredBundle) -> BundleCheck:
         """Of a bundle whose bytes are as published: its invariants, and a restore."""
-        check = replace(check, note=self._learn_order(bundle.manifest))
-        if broken := self._invariants.broken(bundle, self._order):
+        try:
+            config = saved_config(self._layout, bundle.manifest)
+        except FormatUnsupported as error:
+            if self._drill is not None:
+                return replace(check, problem=f"restore drill: it can't be restored here: {error}", judged=False)
+            return replace(check, note=f"prompts, rows and stamps were not compared: {error}")
+        check = replace(check, note=self._learn_order(config))
+        step_size = config.algorithm.num_prompts_per_step
+        if broken := self._invariants.broken(bundle, self._order, step_size=step_size):
             return replace(check, problem="; ".join(broken))
         if self._drill is None:
             return check
@@ -166,13 +174,13 @@ class _RunChecker:
             return replace(check, problem=found.problem, judged=False)
         return replace(check, problem=found.problem, drilled=True)
 
-    def _learn_order(self, manifest: Manifest) -> str:
+    def _learn_order(self, config: RunConfig) -> str:
         """Know in which order the source hands prompts out; else the note that says why not."""
         if self._order is not None:
             return ""
         try:
-            self._order = prompt_order(saved_config(self._layout, manifest).data)
-        except (ConfigurationError, FormatUnsupported) as error:
+            self._order = prompt_order(config.data)
+        except ConfigurationError as error:
             return f"prompts were not compared with the dataset: {error}"
         return ""
 

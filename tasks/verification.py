@@ -7,6 +7,7 @@ from typing import Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from storage.errors import NotFound
 from storage.filesystem import open_store
 from storage.run_config import StoreConfig
 from storage.runs import layout_of
@@ -23,9 +24,14 @@ from tasks.retries import RETRIES, RETRY_DELAYS_S, retry_condition
     retry_delay_seconds=RETRY_DELAYS_S,
     retry_condition_fn=retry_condition,
 )
-async def list_runs(store: StoreConfig) -> list[str]:
-    """The runs of a store. Raises NotFound when it holds none."""
-    return await asyncio.to_thread(lambda: runs_of(open_store(store.url, deadline_s=store.deadline_s)))
+async def list_runs(store: StoreConfig, *, may_be_empty: bool) -> list[str]:
+    """The runs of a store. Raises NotFound when it holds none, unless it `may_be_empty`: a home that is new."""
+    try:
+        return await asyncio.to_thread(lambda: runs_of(open_store(store.url, deadline_s=store.deadline_s)))
+    except NotFound:
+        if may_be_empty:
+            return []
+        raise
 
 
 @task(

@@ -8,7 +8,7 @@ and rows; everything slow happens after it, off the event loop.
 
 import asyncio
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -75,7 +75,15 @@ class Captured:
 class BundlePublisher:
     """Owns the save lock and the newest durable anchor. Every other method is for the holder of the lock."""
 
-    def __init__(self, parts: RolloutParts, bundles: BundleStore, *, identity: str) -> None:
+    def __init__(
+        self,
+        parts: RolloutParts,
+        bundles: BundleStore,
+        *,
+        identity: str,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._wall_clock = wall_clock
         self._parts = parts
         self._bundles = bundles
         self._identity = identity
@@ -120,7 +128,7 @@ class BundlePublisher:
 
     def _next_cut_time(self) -> float:
         """Now; after a clock that was set back, just behind the cut before: later cuts have later times."""
-        self._newest_cut = max(time.time(), self._newest_cut + _SMALLEST_STEP_S)
+        self._newest_cut = max(self._wall_clock(), self._newest_cut + _SMALLEST_STEP_S)
         return self._newest_cut
 
     def _copy_state(self, cut: Cut, model_step: int) -> RolloutState:

@@ -68,6 +68,16 @@ async def test_a_store_is_verified_with_a_drill_and_named_after_it(store):
 
 @pytest.mark.system
 @pytest.mark.usefixtures("prefect_api")
+@pytest.mark.parametrize("flow", [verify, prune], ids=lambda flow: flow.name)
+async def test_the_store_of_a_new_home_may_be_empty_and_one_that_was_named_may_not(flow, tmp_path, monkeypatch):
+    monkeypatch.setenv("MIDFLIGHT_HOME", str(tmp_path))
+    assert await flow() == []
+    with pytest.raises(NotFound, match="holds no run at all"):
+        await flow(store_url=str(tmp_path / "elsewhere"))
+
+
+@pytest.mark.system
+@pytest.mark.usefixtures("prefect_api")
 async def test_a_defect_fails_the_flow_run_and_is_kept_unless_told_otherwise(store):
     part = next((store / "demo/parts").glob("514c*"))
     part.write_bytes(b"?")

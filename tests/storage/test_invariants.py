@@ -42,8 +42,8 @@ def _broken(bundles: tuple[RestoredBundle, RestoredBundle], **changes: Any) -> l
     """What is said of the snapshot with a changed state, after its checkpoint."""
     checkpoint, snapshot = bundles
     checks = InvariantChecks()
-    assert checks.broken(checkpoint, order) == []
-    return checks.broken(replace(snapshot, state=replace(snapshot.state, **changes)), order)
+    assert checks.broken(checkpoint, order, step_size=STEP_SIZE) == []
+    return checks.broken(replace(snapshot, state=replace(snapshot.state, **changes)), order, step_size=STEP_SIZE)
 
 
 def test_what_a_controller_has_published_breaks_none(bundles: tuple[RestoredBundle, RestoredBundle]) -> None:
@@ -136,13 +136,13 @@ def test_an_empty_state_breaks_none(bundles: tuple[RestoredBundle, RestoredBundl
     state = RolloutState(replace(checkpoint.state.progress, source=SourcePosition(), sampler_cursor=1))
     tables = StateTables.of(replace(checkpoint, state=state, rows={}))
     assert [*two_owners(tables), *rows_off_index(tables), *stamps_off_cursor(tables, STEP_SIZE)] == []
-    assert InvariantChecks().broken(replace(checkpoint, state=state, rows={}), order) == []
+    assert InvariantChecks().broken(replace(checkpoint, state=state, rows={}), order, step_size=STEP_SIZE) == []
 
 
 def test_more_prompts_can_t_have_been_trained_than_steps_took(bundles: tuple[RestoredBundle, RestoredBundle]) -> None:
     checkpoint, _ = bundles
     ahead = replace(checkpoint.state, progress=replace(checkpoint.state.progress, source=SourcePosition(0, 20)))
-    found = InvariantChecks().broken(replace(checkpoint, state=ahead), order)
+    found = InvariantChecks().broken(replace(checkpoint, state=ahead), order, step_size=STEP_SIZE)
     assert any("are without an owner, but at most 4 were trained since the start of the run" in line for line in found)
 
 
@@ -151,6 +151,6 @@ def test_without_the_order_of_the_dataset_the_tables_are_still_compared(
 ) -> None:
     _, snapshot = bundles
     lost = replace(snapshot, state=replace(snapshot.state, ledger=(), **_progress(snapshot.state, sampler_cursor=1)))
-    found = InvariantChecks().broken(lost, None)
+    found = InvariantChecks().broken(lost, None, step_size=STEP_SIZE)
     assert found
     assert not any(line.startswith("I1") for line in found)

@@ -213,6 +213,25 @@ def test_what_this_midflight_cannot_read_is_told_but_no_verdict(store):
     assert Verdicts(store, LAYOUT).of(manifest_of(store, SNAPSHOT)) is None
 
 
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"novelty": {}}, "prompts, rows and stamps were not compared"),
+        ({"data": {"task": "ours"}}, "prompts were not compared with the dataset: data.task is 'ours'"),
+    ],
+)
+def test_what_cannot_be_compared_here_is_told_and_no_defect(store, change, says):
+    manifest = manifest_of(store, SNAPSHOT)
+    config = {**manifest.config, **{key: {**manifest.config.get(key, {}), **value} for key, value in change.items()}}
+    for sequence in (CHECKPOINT, SNAPSHOT):
+        changed = manifest_of(store, sequence).model_copy(update={"config": config})
+        store.write(LAYOUT.manifest(sequence), encode_manifest(changed))
+    checks = verify_run(store, LAYOUT).checks
+    assert [(check.problem, says in check.note) for check in checks] == [("", True), ("", True)]
+    drilled = verify_run(store, LAYOUT, drill=Drill()).checks
+    assert all("it can't be restored here" in check.problem and not check.judged for check in drilled)
+
+
 def test_times_of_a_wrong_clock_are_told_and_change_nothing(store):
     checkpoint, snapshot = manifest_of(store, CHECKPOINT), manifest_of(store, SNAPSHOT)
     ahead = checkpoint.model_copy(update={"created_at": 1e17, "cut_time": 1e17})
