@@ -174,7 +174,7 @@ def table_of(ways: dict[str, Measured], *, against: str) -> list[tuple[str, ...]
     for name, way in ways.items():
         base = ways[against]
         times = (
-            spread([a / b for a, b in zip(getattr(way, key), getattr(base, key), strict=True)], 1)
+            spread([a / b for a, b in zip(getattr(way, key), getattr(base, key), strict=True)])
             if name != against and all(getattr(base, key))
             else "-"
             for key in ("seconds", "cpu_s", "mib")
