@@ -19,26 +19,24 @@ from tasks.snapshots import attempt_number, attempt_snapshot
 INTERVAL_S = 10.0
 
 
-async def watch(run: str, *, pairs: int, seconds: float, pids: list[int]) -> None:
+@flow(name="snapshots-of-the-benchmark", persist_result=False)
+async def watch(run: str, pairs: int, seconds: float, pids: list[int]) -> None:
     """Windows in the order with-without, without-with, ..., so that a drift of the machine cancels out."""
     runtime = RayRuntime(run, cache=Home.current().cache)
     status = await runtime.status()
     assert status is not None
 
-    @flow(name="snapshots-of-the-benchmark", persist_result=False)
-    async def snapshots() -> None:
+    async def snapshots(start: float) -> None:
         for number in range(round(seconds / INTERVAL_S)):
-            if number:
-                await asyncio.sleep(until - time.time() - seconds + number * INTERVAL_S)
+            await asyncio.sleep(max(0.0, start + number * INTERVAL_S - time.time()))
             await attempt_snapshot(runtime, attempt_number(), False, status.incarnation)
 
     for number in range(2 * pairs):
         has_snapshots = number % 4 in (0, 3)
         start, cpu = time.time(), sum(map(cpu_seconds, pids))
-        until = start + seconds
         if has_snapshots:
-            await snapshots()
-        await asyncio.sleep(max(0.0, until - time.time()))
+            await snapshots(start)
+        await asyncio.sleep(max(0.0, start + seconds - time.time()))
         cpu = sum(map(cpu_seconds, pids)) - cpu
         window = {"has_snapshots": has_snapshots, "start": start, "end": time.time(), "cpu_s": cpu}
         print(json.dumps(window), flush=True)
