@@ -7,20 +7,16 @@ the run's processes, which hardly depends on what else the machine does. The req
 """
 
 import argparse
-import asyncio
+import json
 import os
 import random
 import statistics
-import time
+import subprocess
+import sys
 from dataclasses import dataclass
 
-from prefect import flow
-
 from benchmarks.live_run import Event, LiveRun, services
-from benchmarks.measuring import cpu_seconds, show, spread
-from flows.home import Home
-from tasks.ray_runtime import RayRuntime
-from tasks.snapshots import attempt_number, attempt_snapshot
+from benchmarks.measuring import show, spread
 
 INTERVAL_S = 10.0
 LIMIT = 0.98
@@ -49,28 +45,23 @@ def steps_within(events: list[Event], window: Window) -> float:
     return sum(max(0.0, min(b, window.end) - max(a, window.start)) / (b - a) for a, b in spans if b > a)
 
 
-async def watch(run: LiveRun, *, windows: int, window_s: float) -> list[Window]:
-    """Pairs of windows in the order with-without, without-with, ..."""
-    runtime = RayRuntime(run.name, cache=run.home.cache)
-    status = await runtime.status()
+def watch(run: LiveRun, *, pairs: int, seconds: float) -> list[Window]:
+    """The windows of `benchmarks.snapshot_windows`, in the environment of the run's services."""
     life = run.life()
-    assert status is not None
     assert life is not None
-
-    @flow(name="snapshots-of-the-benchmark", persist_result=False)
-    async def snapshots(seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            await attempt_snapshot(runtime, attempt_number(), False, status.incarnation)
-            await asyncio.sleep(min(INTERVAL_S, max(0.0, until - time.monotonic())))
-
-    found = []
-    for number in range(2 * windows):
-        has_snapshots = number % 4 in (0, 3)
-        start, cpu = time.time(), sum(map(cpu_seconds, life.pids))
-        await (snapshots(window_s) if has_snapshots else asyncio.sleep(window_s))
-        found.append(Window(has_snapshots, start, time.time(), sum(map(cpu_seconds, life.pids)) - cpu))
-    return found
+    command = [sys.executable, "-m", "benchmarks.snapshot_windows", run.name, str(pairs), str(seconds)]
+    environment = os.environ | run.services.environment(run.home)
+    done = subprocess.run(
+        [*command, *map(str, life.pids)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60 + 3 * pairs * seconds,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"the windows of {run.name} could not be watched:\n{done.stderr[-3000:]}")
+    return [Window(**json.loads(line)) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
 def ratios(events: list[Event], windows: list[Window]) -> tuple[list[float], list[float]]:
@@ -109,8 +100,7 @@ def main() -> None:
         run.train()
         try:
             run.wait_for(lambda events: sum(event["event"] == "train_step" for event in events) > 20)
-            os.environ.update(run.services.environment(Home(home.root)))
-            windows = asyncio.run(watch(run, windows=pairs, window_s=arguments.window_s))
+            windows = watch(run, pairs=pairs, seconds=arguments.window_s)
             events = run.events()
         finally:
             run.stop()

@@ -218,8 +218,9 @@ class TrainingLoops:
         self._woken.set()
 
     async def _publish(self, reports: list[dict[str, Any]]) -> None:
+        for report in reports:
+            self._notice_late_checkpoint(report)
         if reports:
-            self._notice_late_checkpoint(reports[-1])
             self._counts.steps = int(reports[-1]["step"])
             self._counts.reward = reports[-1].get("rewards_mean", self._counts.reward)
         await self._report.add(reports)
