@@ -129,6 +129,15 @@ def restore_markdown(
             "| verified | |",
             "|---|---|",
             *(f"| {name.replace('_', ' ')} | {value:,} |" for name, value in verified.items()),
+            "",
+            "## Plan and what came of it",
+            "",
+            "| | planned | restored |",
+            "|---|---|---|",
+            *(
+                f"| {what} | {planned:,} | {actual:,} |"
+                for what, planned, actual in plan_against_actual(selected, links)
+            ),
         ]
     if selected["passed_over"]:
         lines += ["", "## Passed over", ""]
@@ -136,6 +145,20 @@ def restore_markdown(
     lines += ["", "## Links", "", "| link | result |", "|---|---|"]
     lines += [f"| {link} | {_counts(result)} |" for link, result in links.items()]
     return "\n".join(lines) + "\n"
+
+
+def plan_against_actual(selected: Report, links: Mapping[str, Report]) -> list[tuple[str, int, int]]:
+    """What the chosen bundle's manifest promises to give back, and what the links say they restored."""
+    counts, buffer, ledger = selected["counts"], links.get("replay_buffer", {}), links.get("ledger", {})
+    reusable = counts.get("reusable_siblings", 0)
+    return [
+        ("finished groups, reused", counts.get("buffered_groups", 0), buffer.get("groups", 0)),
+        ("unfinished groups, continued", counts.get("ledger_groups", 0), ledger.get("groups_unfinished", 0)),
+        ("sealed siblings, reused", reusable, ledger.get("siblings_reused", 0)),
+        ("siblings, run again", counts.get("siblings", 0) - reusable, ledger.get("siblings_rerun", 0)),
+        ("tokens of sealed siblings, kept", counts.get("reusable_tokens", 0), ledger.get("tokens_kept", 0)),
+        ("spare prompts", counts.get("spare_prompts", 0), links.get("spare_prompts", {}).get("spares", 0)),
+    ]
 
 
 async def publish_restore_report(markdown: str, run: str) -> None:

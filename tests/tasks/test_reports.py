@@ -13,6 +13,7 @@ SELECTED = {
     "anchor": 5,
     "kind": "rollout_snapshot",
     "step": 12,
+    "counts": {"ledger_groups": 4, "siblings": 16, "reusable_siblings": 5, "buffered_groups": 2},
     "passed_over": [[8, "rows.parquet: sha256 differs"]],
 }
 
@@ -24,6 +25,17 @@ def test_the_restore_report_names_bundle_anchor_and_what_was_passed_over():
     assert "`00000008`: rows.parquet: sha256 differs" in text
     assert "| ledger | groups: 3 |" in text
     assert "1,234" in text
+
+
+def test_the_restore_report_sets_what_was_planned_beside_what_was_restored():
+    links = {
+        "replay_buffer": {"groups": 2},
+        "ledger": {"groups_unfinished": 4, "siblings_reused": 5, "siblings_rerun": 11, "tokens_kept": 90},
+    }
+    text = restore_markdown("run", "inc", SELECTED, {}, links)
+    assert "| unfinished groups, continued | 4 | 4 |" in text
+    assert "| siblings, run again | 11 | 11 |" in text
+    assert "| tokens of sealed siblings, kept | 0 | 90 |" in text
 
 
 def test_a_fresh_start_is_reported_as_one():
