@@ -15,22 +15,24 @@ from flows.tags import tag_with_run
 from storage.errors import BrokenInvariant, NoRestorableState
 from storage.filesystem import open_store
 from storage.layout import RunLayout
-from storage.runs import layout_of
+from storage.runs import RUN_NAME, layout_of
 from storage.trace_analysis import stop_cost
 from tasks.accounting import audit
 from tasks.bundle_checks import log_of
 from tasks.reports import publish_run_report
 from tasks.run_progress import RunProgress, progress_of
 
-Run = Annotated[str, Field(description="Name of the run: its folder in the store.")]
-StoreUrl = Annotated[
-    str | None, Field(description="Folder or fsspec URL of the store; empty: the store of the worker's home.")
-]
+RunName = Annotated[str, Field(pattern=RUN_NAME)]
 
 
 @flow(name="report", flow_run_name="report-{run}", persist_result=False)
-async def report(run: Run, store_url: StoreUrl = None) -> dict[str, Any]:
-    """Curves, the cost of each stop, and the exactly-once audit. Fails when the audit finds a broken promise."""
+async def report(run: RunName, store_url: str | None = None) -> dict[str, Any]:
+    """Curves, the cost of each stop, and the exactly-once audit. Fails when the audit finds a broken promise.
+
+    Args:
+        run: Name of the run: its folder in the store. It may be live, over, or somebody else's.
+        store_url: Folder or fsspec URL of the store. Empty: the store of this home.
+    """
     await tag_with_run(run)
     url = store_url or str(Home.current().store)
     progress, stops, facts, problems = await asyncio.to_thread(read_run, url, layout_of(run))

@@ -35,7 +35,12 @@ RESTORE_DEPLOYMENT = "restore/restore"
 
 @flow(name="restore", flow_run_name="restore-{config.name}", persist_result=False)
 async def restore(config: RunConfig, driver: str | None = None) -> dict[str, Any]:
-    """Fill a run's empty runtime from its store and let it run. `driver` is the flow run that will train it."""
+    """Fill a run's empty runtime from its store and let it run. `train` starts this; a person retries it.
+
+    Args:
+        config: The run. All keys: docs/configuration.md.
+        driver: The flow run that trains the run. Empty: this one holds it until it ends.
+    """
     config = resolved(config)
     await tag_with_run(config.name)
     holder = driver or str(Driver.this_flow_run())

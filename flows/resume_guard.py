@@ -50,7 +50,12 @@ class Verdict:
 
 @flow(name="resume-guard", flow_run_name="resume-guard-{flow_run_id}", persist_result=False)
 async def resume_guard(flow_run_id: UUID, silent: bool = False) -> State[Any]:
-    """Resume the `train` flow run with this id if it crashed. `silent`: it sent no heartbeat, nothing else is known."""
+    """Start a `train` flow run again if it crashed. Automations call this.
+
+    Args:
+        flow_run_id: The flow run.
+        silent: It sent no heartbeat for a while, and nothing else is known.
+    """
     async with get_client() as client:
         run = await _settled(client, flow_run_id)
         config = _config_of(run)
