@@ -3,6 +3,7 @@ offline.
 """
 
 import base64
+import math
 from collections.abc import Mapping, Sequence
 from xml.sax.saxutils import escape
 
@@ -33,8 +34,8 @@ def reward_curve_svg(run: str, rewards: Points, ages: Points = ()) -> str:
 def _panel(title: str, given: Points, colour: str, *, top: int, least_high: float) -> str:
     points = thinned(given) or [(0, 0.0)]
     last_step = max(step for step, _ in points) or 1
-    low = min(0.0, *(value for _, value in points))
-    high = max(least_high, *(value for _, value in points))
+    low = -_round_above(max(0.0, *(-value for _, value in points)))
+    high = _round_above(max(least_high, *(value for _, value in points)))
 
     def x(step: float) -> float:
         return _LEFT + (_WIDTH - _LEFT - _RIGHT) * step / last_step
@@ -59,6 +60,14 @@ def _panel(title: str, given: Points, colour: str, *, top: int, least_high: floa
         f'<text x="{(_LEFT + _WIDTH) / 2}" y="{floor - 6}" text-anchor="middle">train step</text>'
         f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{path}"/>{dots}'
     )
+
+
+def _round_above(value: float) -> float:
+    """The next number whose quarters are easy to read."""
+    if value <= 0.0:
+        return 0.0
+    power = 10.0 ** math.floor(math.log10(value))
+    return next(power * digit for digit in (1, 2, 4, 6, 8, 10) if power * digit >= value)
 
 
 def thinned(points: Points, most: int = MOST_POINTS) -> list[tuple[int, float]]:

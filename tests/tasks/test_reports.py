@@ -51,6 +51,15 @@ def test_the_reward_curve_is_an_image_that_needs_no_server():
     assert len(line.attrib["points"].split()) == 3
 
 
+def test_values_outside_of_the_usual_range_are_within_the_picture():
+    svg = ElementTree.fromstring(reward_curve_svg("run", [(1, -3.2), (2, 17.0)], [(1, 0.0), (2, 1.71)]))
+    for line in svg.iter("{http://www.w3.org/2000/svg}polyline"):
+        heights = [float(point.split(",")[1]) for point in line.attrib["points"].split()]
+        assert all(0 <= height <= float(svg.attrib["height"]) for height in heights)
+    labels = [text.text for text in svg.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"20.00", "-4.00", "2.00", "0.50"} <= set(labels)
+
+
 def test_a_curve_without_steps_can_be_drawn():
     ElementTree.fromstring(reward_curve_svg("run", []))
 
