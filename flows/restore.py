@@ -13,6 +13,7 @@ from prefect import flow, get_run_logger
 from flows.config_files import resolved
 from flows.driver import Driver, owner_is_gone
 from flows.home import Home
+from flows.lost_worker import outlive_the_worker
 from storage.run_config import RunConfig
 from tasks.ray_runtime import RayRuntime
 from tasks.reports import publish_restore_report, restore_markdown
@@ -23,6 +24,7 @@ from tasks.runtime import UNRESTORED_STATES, OwnerIsGone, Runtime, ensure_runtim
 @flow(name="restore", flow_run_name="restore-{config.name}", persist_result=False)
 async def restore(config: RunConfig, driver: str | None = None) -> dict[str, Any]:
     """Fill a run's empty runtime from its store and let it run. `driver` is the flow run that will train it."""
+    outlive_the_worker()
     config = resolved(config)
     holder = driver or str(Driver.this_flow_run())
     runtime = RayRuntime(config.name, cache=Home.current().cache, driver=holder)

@@ -22,6 +22,7 @@ from flows.config_files import resolved
 from flows.driver import Driver, owner_is_gone, send_away
 from flows.failures import RestoreFailed, TrainFailed
 from flows.home import Home
+from flows.lost_worker import outlive_the_worker
 from flows.restore import restore
 from flows.termination import cancelled_by_sigterm
 from storage.errors import MidflightError, StaleIncarnation
@@ -61,6 +62,7 @@ async def train(config: RunConfig, take_over: bool = False) -> dict[str, Any]:
         take_over: Take the run over from a `train` that drives it now, or from a controller in another cluster. Without
             it this flow run is refused while somebody else holds the run.
     """
+    outlive_the_worker()
     config = resolved(config)
     driver = str(Driver.this_flow_run())
 
