@@ -42,7 +42,7 @@ class BenchmarkedActor(GeneratorActor):
 
     def __init__(self, config: RunConfig, model_dir: Path, index: int) -> None:
         super().__init__(config, model_dir, index)
-        chosen = type(self._engine.sampling)
+        chosen: Any = type(self._engine.sampling)
         self._engine = replace(self._engine, sampling=chosen(sampling_settings(config, ())))
         self._siblings = SiblingRunner(config, self._engine, self._task, self._name)
 
@@ -77,7 +77,11 @@ async def through_actor(client: GeneratorClient, orders: list[GroupOrder]) -> in
     """Run the groups as the controller does; tokens sampled."""
 
     async def group(order: GroupOrder) -> int:
-        return sum([len(result.calls.column("token_ids")[0]) async for result in client.generate(order)])
+        tokens = 0
+        async for result in client.generate(order):
+            assert result.calls is not None, result
+            tokens += len(result.calls.column("token_ids")[0])
+        return tokens
 
     return await limited(orders, group)
 

@@ -63,6 +63,8 @@ async def owner_is_gone(text: str) -> bool:
         return False
     if owner.host == socket.gethostname():
         return not owner.process.is_alive()
+    if owner.flow_run == str(prefect.runtime.flow_run.id):  # an earlier try of the flow run that asks
+        return True
     try:
         async with get_client() as client:
             run = await client.read_flow_run(UUID(owner.flow_run))

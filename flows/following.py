@@ -8,11 +8,13 @@ from uuid import UUID
 
 import httpx
 from prefect.client.orchestration import PrefectClient, get_client
+from prefect.client.schemas.filters import FlowFilter, FlowFilterName
 from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.sorting import FlowRunSort
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from flows.deployments import cancel_flow_run
+from flows.deployments import cancel_flow_run, failure_of
 from flows.failures import ServicesFailed
 from flows.home import Home
 from flows.local_services import require_services
@@ -25,6 +27,7 @@ from tasks.run_progress import RunProgress, TraceFollower
 POLL_S = 0.3
 LINE_EVERY_S = 10.0
 CANCEL_DEADLINE_S = 45.0
+GUARD_DEADLINE_S = 90.0
 # A server that is started again answers well before.
 SERVER_AWAY_S = 60.0
 _ANSWER_S = 10.0
@@ -50,12 +53,47 @@ async def follow(run: FlowRun, config: RunConfig, home: Home, console: Console) 
                     show(progress)
                     require_services(home)
                     if current.state is not None and current.state.is_final():
-                        return current
+                        resumed = await resumed_after(client, current, config)
+                        if not resumed:
+                            return current
+                        console.print(f"{run.name} crashed and goes on: {failure_of(current)}", soft_wrap=True)
             except asyncio.CancelledError:
                 console.print("Cancelling: the run publishes what is unfinished and can be continued.")
                 await _cancel(client, run.id)
                 raise
     raise AssertionError("states end with a final one")
+
+
+async def resumed_after(client: PrefectClient, run: FlowRun, config: RunConfig) -> bool:
+    """Whether the guard starts this ended flow run again. Waits for its verdict, `GUARD_DEADLINE_S` at most."""
+    if run.state is None or run.state.name != "Crashed" or config.cluster.max_resumes == 0:
+        return False
+    deadline = time.monotonic() + GUARD_DEADLINE_S
+    while time.monotonic() < deadline:
+        verdicts = await _guards_of(client, run)
+        now = await client.read_flow_run(run.id)
+        if now.state is None or not now.state.is_final():
+            return True
+        if any(guard.state is not None and guard.state.is_final() for guard in verdicts):
+            return False
+        await asyncio.sleep(POLL_S)
+    return False
+
+
+async def _guards_of(client: PrefectClient, run: FlowRun) -> list[FlowRun]:
+    """The guard's flow runs that look after this end of the flow run."""
+    assert run.state is not None
+    guards = await client.read_flow_runs(
+        flow_filter=FlowFilter(name=FlowFilterName(any_=["resume-guard"])),
+        sort=FlowRunSort.EXPECTED_START_TIME_DESC,
+        limit=50,
+    )
+    ended = run.state.timestamp
+    return [
+        guard
+        for guard in guards
+        if guard.parameters.get("flow_run_id") == str(run.id) and guard.created is not None and guard.created >= ended
+    ]
 
 
 async def states(

@@ -17,6 +17,8 @@ MARKER_VARIABLE = "MIDFLIGHT_SERVICES"
 WORK_POOL = "midflight"
 # A service that ends is started again so often; then the whole set fails.
 MOST_RESTARTS, RESTARTS_WITHIN_S = 3, 600.0
+# Two thirds of what the database grows by are events; flow runs take their task runs, logs and artifacts along.
+EVENTS_KEPT_DAYS, FLOW_RUNS_KEPT_DAYS = 1, 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,8 @@ def new_marker() -> str:
 
 
 def prefect_environment(home: Home) -> dict[str, str]:
-    """Settings of the local Prefect: a home of its own, loopback only, no usage statistics, a quick worker."""
+    """Settings of the local Prefect: a home of its own, loopback only, no usage statistics, a quick worker, a history
+    that does not grow for ever (no restart of a run needs it)."""
     return {
         "PREFECT_HOME": str(home.prefect),
         "PREFECT_PROFILES_PATH": str(home.prefect / "profiles.toml"),
@@ -68,6 +71,9 @@ def prefect_environment(home: Home) -> dict[str, str]:
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_WORKER_QUERY_SECONDS": "1",
         "PREFECT_CLI_PROMPT": "false",
+        "PREFECT_SERVER_EVENTS_RETENTION_PERIOD": f"P{EVENTS_KEPT_DAYS}D",
+        "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED": "events,flow_runs",
+        "PREFECT_SERVER_SERVICES_DB_VACUUM_RETENTION_PERIOD": str(FLOW_RUNS_KEPT_DAYS * 86_400),
         # Prefect runs hooks by a script whose folder holds a storage.py: it must not come before our `storage`.
         "PYTHONSAFEPATH": "1",
         "DO_NOT_TRACK": "1",

@@ -138,7 +138,9 @@ class Supervisor:
         of_the_past = {"state": {"type": {"any_": _UNFINISHED}}, "deployment_id": {"is_null_": False}}
         for run in self._request("POST", "/flow_runs/filter", {"flow_runs": of_the_past}) or ():
             if not run["auto_scheduled"]:
-                crashed = {"type": "CRASHED", "message": "the local services ended before this flow run did"}
+                # Not by the name Crashed, which `resume-guard` waits for: it goes on when a person starts it.
+                message = "the local services ended before this flow run did"
+                crashed = {"type": "CRASHED", "name": "Abandoned", "message": message}
                 self._request("POST", f"/flow_runs/{run['id']}/set_state", {"state": crashed, "force": True})
 
     def _start_worker(self) -> None:

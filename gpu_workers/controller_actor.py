@@ -21,10 +21,12 @@ from gpu_workers.controller.restorer import RestorePlan
 from gpu_workers.controller.single_controller import ControllerState, SingleController
 from gpu_workers.environments.tasks import build_task
 from gpu_workers.generation.supervision import SupervisedGenerators
+from gpu_workers.narration import NarratedTrace
 from gpu_workers.preemption import on_preemption
 from gpu_workers.ray_generators import RayGenerator, RayGeneratorHost
 from gpu_workers.ray_ports import RayTrainer
 from gpu_workers.runtime_names import end_workers, hold_weights, remove_weights
+from gpu_workers.worker_logs import Record, keep_logs
 from storage.errors import Fenced, MidflightError, StaleIncarnation
 from storage.filesystem import Store, open_store
 from storage.identity import identity
@@ -62,10 +64,7 @@ class ControllerActor:
         self._incarnation = incarnation
         self._weights = hold_weights(Path(weights_dir) / incarnation)
         self._pids = {**pids, "controller": os.getpid()}
-        store, layout = (
-            open_store(config.store.url, deadline_s=config.store.deadline_s),
-            RunLayout(config.name),
-        )
+        store, layout = open_store(config.store.url, deadline_s=config.store.deadline_s), RunLayout(config.name)
         create_run_record(store, layout, config)
         log = ManifestLog(store, layout, incarnation)
         self._lease = DriverLease(config.name, incarnation, lease_s=config.cluster.driver_lease_s)
@@ -80,11 +79,13 @@ class ControllerActor:
         facts = {"incarnation": incarnation, "config_fingerprint": self._fingerprint, "pids": self._pids}
         trace.record("run_started", **facts)
         self._trace = trace
+        self._logs = keep_logs("controller")
+        narrated = NarratedTrace(trace, self._logs.add)
         self._generators = SupervisedGenerators(
             config,
             RayGeneratorHost(config, Path(model_dir)),
             [RayGenerator(actor, facts) for actor, facts in zip(engines, pids["generators"], strict=True)],
-            trace=trace,
+            trace=narrated,
         )
         self._controller = SingleController(
             config,
@@ -98,7 +99,7 @@ class ControllerActor:
                 checkpointing=config.checkpointing,
                 snapshots=config.rollout_checkpointing,
             ),
-            trace=trace,
+            trace=narrated,
         )
         gc.freeze()  # what start-up made stays: a full collection would stop the event loop for tens of milliseconds
         self._watch: asyncio.Task[None] | None = None
@@ -141,6 +142,15 @@ class ControllerActor:
     async def heartbeat(self, driver: str) -> None:
         """Renew the lease. Raises `RunAlreadyLive` when another driver has taken the run."""
         self._lease.hear(driver)
+
+    async def take_logs(self, records: Sequence[Record], lost: int) -> None:
+        """What a worker logged."""
+        self._logs.extend(records, lost)
+
+    async def read_logs(self) -> dict[str, Any]:
+        """`records` of all processes since the last call, by time, and how many more there were (`lost`)."""
+        records, lost = self._logs.take()
+        return {"records": records, "lost": lost}
 
     async def restore_link(
         self, link: str, plan: Mapping[str, int | None], incarnation: str, driver: str | None = None

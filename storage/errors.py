@@ -33,7 +33,10 @@ MidflightError
 class MidflightError(Exception):
     """Base of all. The message names the thing, the value and the next step."""
 
+    # Doing the same numbered thing again can help.
     retryable = False
+    # The run is over, and starting it again (on a new runtime, or a while later) can go on from what was published.
+    mended_by_resume = False
 
 
 class ConfigurationError(MidflightError):
@@ -48,6 +51,7 @@ class StoreUnavailable(StoreError):
     """The store failed or did not answer within its deadline."""
 
     retryable = True
+    mended_by_resume = True
 
 
 class StoreOutcomeUnknown(StoreError):
@@ -99,6 +103,8 @@ class RunAlreadyLive(MidflightError):
 class StaleIncarnation(MidflightError):
     """The task relied on a runtime that no longer exists."""
 
+    mended_by_resume = True
+
 
 class StepOutOfOrder(MidflightError):
     """A train step was asked for although its predecessor is not committed."""
@@ -112,6 +118,7 @@ class InfrastructureFailure(RolloutFailure):
     """A worker, a connection or a deadline failed; the prompt is not to blame."""
 
     retryable = True
+    mended_by_resume = True
 
 
 class WorkerDied(InfrastructureFailure):
@@ -129,13 +136,19 @@ class DataFailure(RolloutFailure):
 class FinalizationUnknown(MidflightError):
     """A group's finalization failed after it had begun: whether its rows exist is unknown."""
 
+    mended_by_resume = True
+
 
 class GeneratorLost(MidflightError):
     """No generator is left: each died more often in a row than it may, or can't be started."""
 
+    mended_by_resume = True
+
 
 class RunStalled(MidflightError):
     """The run made no progress for `async_rl.stall_timeout_s`."""
+
+    mended_by_resume = True
 
 
 class BatchIncomplete(MidflightError):

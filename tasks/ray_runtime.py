@@ -87,6 +87,11 @@ class RayRuntime:
         """Tell the controller that its driver lives."""
         await self._call("heartbeat", driver)
 
+    async def read_logs(self) -> Mapping[str, Any]:
+        """What the run's processes have logged since the last call."""
+        result: Mapping[str, Any] = await self._call("read_logs")
+        return result
+
     async def restore_link(self, link: str, plan: Mapping[str, Any], incarnation: str) -> dict[str, Any]:
         """Reset and apply one link of the restore chain."""
         result: dict[str, Any] = await self._call("restore_link", link, dict(plan), incarnation, self._driver)

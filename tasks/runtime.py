@@ -1,6 +1,7 @@
 """The live runtime of a run, as the flows see it: find or launch it, hold it as its driver, close it."""
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -79,6 +80,10 @@ class Runtime(Protocol):
 
     async def heartbeat(self, driver: str) -> None:
         """Tell the controller that its driver lives."""
+        ...
+
+    async def read_logs(self) -> Mapping[str, Any]:
+        """`records` (`t`, `level`, `source`, `message`) of the run's processes since the last call; `lost` more."""
         ...
 
     async def restore_link(self, link: str, plan: Mapping[str, Any], incarnation: str) -> dict[str, Any]:
@@ -187,7 +192,9 @@ async def close_runtime(runtime: Runtime, snapshot: bool) -> dict[str, Any]:
 
 @asynccontextmanager
 async def held(runtime: Runtime, driver: str, *, every_s: float) -> AsyncIterator[None]:
-    """Send heartbeats while the block runs; afterwards let go, so that the next driver can attach at once.
+    """Send heartbeats while the block runs, and bring the run's logs into the flow run's own.
+
+    Afterwards let go, so that the next driver can attach at once.
 
     Letting go is best effort and bounded: a runtime that does not answer notices the silence by itself.
     """
@@ -197,14 +204,18 @@ async def held(runtime: Runtime, driver: str, *, every_s: float) -> AsyncIterato
             await asyncio.sleep(every_s)
             with suppress(MidflightError):  # the calls that need the controller tell what is wrong with it
                 await runtime.heartbeat(driver)
+                await relay_logs(runtime)
 
     beating = asyncio.create_task(beat())
     try:
         yield
     finally:
         beating.cancel()
-        with anyio.move_on_after(RELEASE_DEADLINE_S, shield=True), suppress(MidflightError):
-            await runtime.detach(driver)
+        with anyio.move_on_after(RELEASE_DEADLINE_S, shield=True):
+            with suppress(MidflightError):
+                await relay_logs(runtime)
+            with suppress(MidflightError):
+                await runtime.detach(driver)
 
 
 async def leave(runtime: Runtime, reason: str, *, grace_s: float) -> None:
@@ -220,6 +231,16 @@ async def leave(runtime: Runtime, reason: str, *, grace_s: float) -> None:
                 async with asyncio.timeout(left):
                     await runtime.preempt(reason)
             return
+
+
+async def relay_logs(runtime: Runtime) -> None:
+    """Log what the run's processes have logged since the last time; the controller bounds how much that is."""
+    logs = await runtime.read_logs()
+    logger = get_run_logger()
+    for record in logs["records"]:
+        logger.log(logging.getLevelName(record["level"]), "%s: %s", record["source"], record["message"])
+    if logs["lost"]:
+        logger.warning("%d more records were not kept; Ray's logs have them", logs["lost"])
 
 
 def new_incarnation() -> str:

@@ -120,6 +120,7 @@ class FakeRuntime:
         self.end_of_data_after: int | None = None
         self.durable_after: dict[int, int] = {}
         self.checkpoint_failure: str | None = None
+        self.logs: dict[str, Any] = {"records": [], "lost": 0}
         self.launching = False
         self._errors: dict[str, list[BaseException]] = {}
 
@@ -183,6 +184,10 @@ class FakeRuntime:
 
     async def heartbeat(self, driver: str) -> None:
         self._note("heartbeat")
+
+    async def read_logs(self) -> Mapping[str, Any]:
+        logs, self.logs = self.logs, {"records": [], "lost": 0}
+        return logs
 
     async def restore_link(self, link: str, plan: Mapping[str, Any], incarnation: str) -> dict[str, Any]:
         self._note(f"link {link}")

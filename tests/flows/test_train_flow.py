@@ -136,9 +136,10 @@ async def test_a_checkpoint_that_is_published_late_wakes_the_snapshot_loop(train
     assert fake_runtime.calls.count("snapshot") >= 1
 
 
-async def test_checkpoints_that_are_published_with_their_step_wake_nobody(train, fake_runtime):
+@pytest.mark.parametrize("save_period", [1, 20])
+async def test_checkpoints_that_are_published_with_their_step_wake_nobody(train, fake_runtime, save_period):
     fake_runtime.train_steps = _slow(fake_runtime.train_steps)
-    fake_runtime.durable_after = {step: step for step in range(1, 201)}
+    fake_runtime.durable_after = {step: step - step % save_period for step in range(1, 201)}
     await train(max_steps=200, interval_s=3600)
     assert fake_runtime.calls.count("snapshot") == 0
 

@@ -3,14 +3,17 @@
 import base64
 from xml.etree import ElementTree
 
+import pytest
+
 from tasks.reports import restore_markdown, step_row
-from tasks.reward_curve import data_uri, reward_curve_svg
+from tasks.reward_curve import data_uri, reward_curve_svg, thinned
 
 SELECTED = {
     "target": 7,
     "anchor": 5,
     "kind": "rollout_snapshot",
     "step": 12,
+    "counts": {"ledger_groups": 4, "siblings": 16, "reusable_siblings": 5, "buffered_groups": 2},
     "passed_over": [[8, "rows.parquet: sha256 differs"]],
 }
 
@@ -22,6 +25,17 @@ def test_the_restore_report_names_bundle_anchor_and_what_was_passed_over():
     assert "`00000008`: rows.parquet: sha256 differs" in text
     assert "| ledger | groups: 3 |" in text
     assert "1,234" in text
+
+
+def test_the_restore_report_sets_what_was_planned_beside_what_was_restored():
+    links = {
+        "replay_buffer": {"groups": 2},
+        "ledger": {"groups_unfinished": 4, "siblings_reused": 5, "siblings_rerun": 11, "tokens_kept": 90},
+    }
+    text = restore_markdown("run", "inc", SELECTED, {}, links)
+    assert "| unfinished groups, continued | 4 | 4 |" in text
+    assert "| siblings, run again | 11 | 11 |" in text
+    assert "| tokens of sealed siblings, kept | 0 | 90 |" in text
 
 
 def test_a_fresh_start_is_reported_as_one():
@@ -39,6 +53,20 @@ def test_the_reward_curve_is_an_image_that_needs_no_server():
 
 def test_a_curve_without_steps_can_be_drawn():
     ElementTree.fromstring(reward_curve_svg("run", []))
+
+
+def test_a_long_curve_is_drawn_with_a_bounded_number_of_points_that_keep_its_mean_and_its_end():
+    rewards = [(step, step / 1000) for step in range(1, 1001)]
+    points = thinned(rewards, most=100)
+    assert len(points) == 100
+    assert points[-1][0] == 1000
+    assert sum(reward for _, reward in points) / 100 == pytest.approx(sum(r for _, r in rewards) / 1000)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 300])
+def test_a_short_curve_is_drawn_as_it_is(steps):
+    rewards = [(step, 0.5) for step in range(1, steps + 1)]
+    assert thinned(rewards) == rewards
 
 
 def test_a_step_row_shows_only_the_metrics_there_are():
