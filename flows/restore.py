@@ -23,6 +23,7 @@ from prefect.states import AwaitingRetry
 from flows.config_files import resolved
 from flows.driver import Driver, owner_is_gone
 from flows.home import Home
+from flows.lost_worker import outlive_the_worker
 from flows.tags import tag_with_run
 from storage.run_config import RunConfig
 from tasks.ray_runtime import RayRuntime
@@ -41,6 +42,7 @@ async def restore(config: RunConfig, driver: str | None = None) -> dict[str, Any
         config: The run. All keys: docs/configuration.md.
         driver: The flow run that trains the run. Empty: this one holds it until it ends.
     """
+    outlive_the_worker()
     config = resolved(config)
     await tag_with_run(config.name)
     holder = driver or str(Driver.this_flow_run())

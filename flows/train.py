@@ -22,6 +22,7 @@ from flows.config_files import resolved
 from flows.driver import Driver, owner_is_gone, send_away
 from flows.failures import RestoreFailed, TrainFailed
 from flows.home import Home
+from flows.lost_worker import outlive_the_worker
 from flows.restore import restore, restore_child
 from flows.tags import tag_with_run
 from flows.termination import cancelled_by_sigterm
@@ -63,8 +64,10 @@ async def train(config: RunConfig, take_over: bool = False) -> dict[str, Any] | 
     Args:
         config: The run. All keys: docs/configuration.md.
         take_over: Take the run over from a `train` that drives it now, or from a controller in another cluster. Without
-            it this flow run is refused while somebody else holds the run.
+            it this flow run is refused while somebody else holds the run. It counts for the first try: resumed or
+            retried, this flow run takes nothing over from whoever came after it.
     """
+    outlive_the_worker()
     config = resolved(config)
     await tag_with_run(config.name)
     driver = str(Driver.this_flow_run())
@@ -83,7 +86,7 @@ async def train(config: RunConfig, take_over: bool = False) -> dict[str, Any] | 
             driver=driver,
             restore_run=restore_run,
             owner_is_gone=owner_is_gone,
-            send_away=send_away if take_over else None,
+            send_away=send_away if take_over and prefect.runtime.flow_run.run_count <= 1 else None,
         )
     except MidflightError as error:
         if not is_mended_by_resume(error):

@@ -27,7 +27,7 @@ SETTINGS = {
     "checkpointing__save_period": 3,
 }
 ENDLESS = {**SETTINGS, "algorithm__max_steps": 50_000}
-ENDS_WITHIN_S = 90
+STARTS_WITHIN_S, ENDS_WITHIN_S = 500, 90
 
 
 def steps(midflight, run):
@@ -69,7 +69,7 @@ def flow_runs(midflight, run):
 
 def test_a_second_train_takes_the_living_controller_over(midflight_home, train_command, in_background, wait_until):
     first = in_background(*train_command("handed-over", ENDLESS))
-    wait_until(lambda: steps(midflight_home, "handed-over") >= 2, seconds=240)
+    wait_until(lambda: steps(midflight_home, "handed-over") >= 2, seconds=STARTS_WITHIN_S)
     refused = midflight_home.run(*train_command("handed-over", ENDLESS))
     assert refused.code == 1
     assert "RunAlreadyLive" in refused.text
@@ -80,7 +80,7 @@ def test_a_second_train_takes_the_living_controller_over(midflight_home, train_c
     assert sent_away.code == 1, sent_away.text
     assert "no longer by train-handed-over" in sent_away.text
     reached = steps(midflight_home, "handed-over")
-    wait_until(lambda: steps(midflight_home, "handed-over") >= reached + 3, seconds=60)
+    wait_until(lambda: steps(midflight_home, "handed-over") >= reached + 3, seconds=ENDS_WITHIN_S)
     second.send_signal(signal.SIGINT)
     assert midflight_home.wait(second).code == 130
 
@@ -95,7 +95,7 @@ def test_a_paused_controller_that_was_taken_over_publishes_nothing_more_says_so_
 ):
     settings = {**ENDLESS, "store__url": str(midflight_home.home.store)}
     first = in_background(*train_command("fenced", settings))
-    wait_until(lambda: steps(midflight_home, "fenced") >= 4, seconds=240)
+    wait_until(lambda: steps(midflight_home, "fenced") >= 4, seconds=STARTS_WITHIN_S)
     elsewhere = new_home("elsewhere")
     refused = elsewhere.run(*train_command("fenced", settings))
     assert refused.code == 1, refused.text
