@@ -23,7 +23,7 @@ from storage.layout import RunLayout
 from storage.trace_reader import read_events
 
 ROOT = Path(__file__).resolve().parents[1]
-DEADLINE_S = 300.0
+DEADLINE_S = 900.0
 POLL_S = 0.02
 MOST_COMMANDS = 3
 
