@@ -12,7 +12,7 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 56, 16, 32, 44
 _INK, _GRID = "#1f2937", "#d1d5db"
 _REWARD, _AGE = "#2563eb", "#b45309"
 # A picture holds no more points than it has pixels to show them.
-MOST_POINTS = 600
+MOST_POINTS = 300
 
 Points = Sequence[tuple[int, float]]
 
