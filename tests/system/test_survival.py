@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import psutil
 import pytest
 
 from storage.catalog import live_bundles
@@ -45,17 +46,23 @@ def kill_when(midflight: Any, run: str, moment: Callable[[Sequence[Event]], bool
     while time.monotonic() < deadline:
         this_life = [e for e in midflight.events(run) if e["run_process"] not in lives_before]
         if moment(this_life):
-            processes = midflight.processes_of(run)
-            processes.controller.suspend()
+            controller = controller_of(this_life)
+            controller.suspend()  # before all that takes time: looking for the other processes does
             this_life = [e for e in midflight.events(run) if e["run_process"] not in lives_before]
-            is_newest = newest_published(this_life) >= newest_in_store(midflight, run)
-            if moment(this_life) and is_newest and processes.flows:
-                for process in processes.all:
-                    process.kill()
-                return this_life
-            processes.controller.resume()
+            if moment(this_life) and newest_published(this_life) >= newest_in_store(midflight, run):
+                processes = midflight.processes_of(run)
+                if processes.flows:
+                    for process in processes.all:
+                        process.kill()
+                    return this_life
+            controller.resume()
         time.sleep(0.01)
     raise AssertionError(f"the moment to kill never came; last events: {this_life[-3:]}")
+
+
+def controller_of(life: Sequence[Event]) -> psutil.Process:
+    """The controller that writes this life's trace."""
+    return psutil.Process(next(e["pids"]["controller"] for e in life if e["event"] == "run_started"))
 
 
 def newest_published(events: Sequence[Event]) -> int:
