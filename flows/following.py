@@ -14,10 +14,11 @@ from prefect.client.schemas.sorting import FlowRunSort
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from flows.deployments import cancel_flow_run, failure_of
+from flows.deployments import cancel_flow_run, failure_of, start_flow_run
 from flows.failures import ServicesFailed
 from flows.home import Home
 from flows.local_services import require_services
+from flows.resume_guard import RESUME_GUARD
 from storage.errors import StoreError
 from storage.filesystem import open_store
 from storage.layout import RunLayout
@@ -28,6 +29,7 @@ POLL_S = 0.3
 LINE_EVERY_S = 10.0
 CANCEL_DEADLINE_S = 45.0
 GUARD_DEADLINE_S = 90.0
+GUARD_COMES_WITHIN_S = 15.0
 # A server that is started again answers well before.
 SERVER_AWAY_S = 60.0
 _ANSWER_S = 10.0
@@ -65,12 +67,19 @@ async def follow(run: FlowRun, config: RunConfig, home: Home, console: Console) 
 
 
 async def resumed_after(client: PrefectClient, run: FlowRun, config: RunConfig) -> bool:
-    """Whether the guard starts this ended flow run again. Waits for its verdict, `GUARD_DEADLINE_S` at most."""
+    """Whether the guard starts this ended flow run again. Waits for its verdict, `GUARD_DEADLINE_S` at most.
+
+    A Prefect server that was started again delays its automations by up to a quarter of an hour: it waits for the event
+    before the crash, which it has forgotten. The guard is then called from here.
+    """
     if run.state is None or run.state.name != "Crashed" or config.cluster.max_resumes == 0:
         return False
-    deadline = time.monotonic() + GUARD_DEADLINE_S
-    while time.monotonic() < deadline:
+    started, called = time.monotonic(), False
+    while time.monotonic() < started + GUARD_DEADLINE_S:
         verdicts = await _guards_of(client, run)
+        if not verdicts and not called and time.monotonic() > started + GUARD_COMES_WITHIN_S:
+            called = True
+            await start_flow_run(RESUME_GUARD, {"flow_run_id": str(run.id)}, name=f"resume-guard-{run.id}")
         now = await client.read_flow_run(run.id)
         if now.state is None or not now.state.is_final():
             return True
