@@ -1,6 +1,6 @@
 # Every target but help and clean first brings .venv up to date (a few milliseconds if it is).
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast check bench docs clean
+.PHONY: help install demo serve test test-fast check bench docs clean
 
 BIN := .venv/bin
 ARGS ?=
@@ -14,11 +14,14 @@ install: ## create .venv from requirements/cpu.lock and install the project in i
 demo: install ## train, be killed in mid-rollout, restore, go on (about five minutes)
 	@$(BIN)/midflight demo $(ARGS)
 
+serve: install ## Prefect server, worker, Ray and the deployments, and the page to open (Ctrl-C ends them)
+	@$(BIN)/midflight serve $(ARGS)
+
 test: install ## the whole test suite: the fast tests, then those with real Ray, vLLM and Prefect
 	@.ci/test.sh $(ARGS)
 
 test-fast: install ## without the tests that start Ray, vLLM or Prefect (ARGS="-k word" picks some)
-	@$(BIN)/python -m pytest -m "not system and not benchmark" $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not system and not benchmark" $(ARGS)
 
 check: install ## ruff, ruff format, mypy --strict, import-linter
 	$(BIN)/ruff check .

@@ -1,8 +1,19 @@
 #!/usr/bin/env bash
 # The whole suite in two pytest runs, the fast tests first; the last line sums them up.
-# Arguments go to both, e.g. `.ci/test.sh -k snapshot`.
+# Each runs on two workers, a file on one of them. Arguments go to both, e.g. `.ci/test.sh -k snapshot`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+# The browser that presses Retry in Prefect's UI.
+if ! command -v chromium >/dev/null; then
+  if [[ $(id -u) -ne 0 ]] || ! command -v apt-get >/dev/null; then
+    echo "test: chromium is missing (Debian: apt-get install chromium); the browser test will fail" >&2
+  else
+    echo "test: installing the Debian package chromium" >&2
+    apt-get update -qq
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null
+  fi
+fi
 
 reports=$(mktemp -d)
 trap 'rm -rf "$reports"' EXIT
@@ -13,7 +24,7 @@ run_part() {
   local name=$1 selection=$2 code=0
   shift 2
   printf '\n== %s tests ==\n' "$name"
-  .venv/bin/python -m pytest -m "$selection" --junitxml="$reports/$name.xml" "$@" || code=$?
+  .venv/bin/python -m pytest -n 2 --dist loadfile -m "$selection" --junitxml="$reports/$name.xml" "$@" || code=$?
   if [[ $code -ne 0 && $code -ne 5 ]]; then status=$code; fi
 }
 

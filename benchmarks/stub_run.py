@@ -66,15 +66,15 @@ class WaitingRuntime:
         """Steps of the whole run."""
         return self._config.algorithm.max_steps
 
-    async def launch(self, config: RunConfig, incarnation: str) -> None:
+    async def launch(self, config: RunConfig, incarnation: str, *, take_over: bool = False) -> None:
         """Nothing has to start."""
         self._state = "empty"
 
-    async def end(self) -> None:
+    async def end(self, incarnation: str) -> None:
         """Nothing has to end."""
         self._state = None
 
-    async def attach(self, driver: str) -> None:
+    async def attach(self, driver: str, *, take_over: bool = False) -> None:
         """The only driver there is."""
         self._driver = driver
 
@@ -84,6 +84,10 @@ class WaitingRuntime:
 
     async def heartbeat(self, driver: str) -> None:
         """Nobody watches the driver."""
+
+    async def read_logs(self) -> Mapping[str, Any]:
+        """Nothing is logged."""
+        return {"records": [], "lost": 0}
 
     async def restore_link(self, link: str, plan: Mapping[str, Any], incarnation: str) -> dict[str, Any]:
         """The last link lets it run."""
@@ -111,7 +115,8 @@ class WaitingRuntime:
 
     async def close(self, *, snapshot: bool) -> dict[str, Any]:
         """Nothing is unfinished."""
-        return {}
+        status = await self.status()
+        return {"incarnation": "" if status is None else status.incarnation}
 
     async def preempt(self, reason: str) -> None:
         """Nothing is unfinished."""

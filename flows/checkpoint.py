@@ -13,7 +13,11 @@ from tasks.runtime import Runtime
 
 @flow(name="checkpoint", flow_run_name="checkpoint-{run}", persist_result=False)
 async def checkpoint(run: str) -> dict[str, Any]:
-    """Save one trainer checkpoint of the live run with this name; durable when the flow run ends."""
+    """Save one trainer checkpoint of a live run; durable when the flow run ends.
+
+    Args:
+        run: Name of the live run.
+    """
     return await request_checkpoint(RayRuntime(run, cache=Home.current().cache))
 
 

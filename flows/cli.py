@@ -42,9 +42,16 @@ StoreUrl = Annotated[
 
 @app.command(
     epilog="Examples:\n\n`midflight train configs/tiny.yaml`\n\n"
-    "`midflight train configs/demo.yaml --set name=second --set algorithm.max_steps=200`"
+    "`midflight train configs/demo.yaml --set name=second --set algorithm.max_steps=200`\n\n"
+    "`midflight train configs/demo.yaml --take-over`"
 )
-def train(config: ConfigFile, overrides: Overrides = None) -> None:
+def train(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    take_over: Annotated[
+        bool, typer.Option("--take-over", help="Take the run over from whoever trains it now, here or elsewhere.")
+    ] = False,
+) -> None:
     """Train a run from where it stands to its last step.
 
     Starts a Prefect server and worker and a Ray head for the time being, unless PREFECT_API_URL or RAY_ADDRESS name
@@ -52,7 +59,7 @@ def train(config: ConfigFile, overrides: Overrides = None) -> None:
     """
     from flows.train_command import train_run
 
-    train_run(load_config(config, overrides or ()), Console())
+    train_run(load_config(config, overrides or ()), Console(), take_over=take_over)
 
 
 @app.command(
@@ -81,12 +88,25 @@ def checkpoint(run: RunName) -> None:
     save_checkpoint_of(run, Console())
 
 
-@app.command(epilog="Example:\n\n`midflight verify demo`")
-def verify(run: RunName, store: StoreUrl = None) -> None:
-    """Read every published bundle of a run and compare it with its manifest. Exit code 1 when one differs."""
-    from flows.inspect_command import verify_run
+@app.command(
+    epilog="Examples:\n\n`midflight verify demo`\n\n`midflight verify --drill --store s3://bucket/runs --json`"
+)
+def verify(
+    run: Annotated[str | None, typer.Argument(metavar="[RUN]", help="Name of the run. Default: every run.")] = None,
+    store: StoreUrl = None,
+    drill: Annotated[bool, typer.Option("--drill", help="Also restore each bundle into a scratch runtime.")] = False,
+    no_record: Annotated[bool, typer.Option("--no-record", help="Write nothing: the store is read-only.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Read every published bundle of a run, or of a whole store, and compare it with its manifest. Exit code 1 when one
+    is bad.
 
-    verify_run(run, _store_url(store), Console())
+    Sizes, checksums, tables, references and invariants are compared; with --drill, also what a restore makes of them.
+    The result is kept beside the manifests: a bundle that is known to be bad is not restored.
+    """
+    from flows.verify_command import verify_runs
+
+    verify_runs(run, _store_url(store), drill=drill, record=not no_record, as_json=as_json)
 
 
 @app.command(epilog="Examples:\n\n`midflight trace demo`\n\n`midflight trace demo --steps 50`")
@@ -127,6 +147,17 @@ def up() -> None:
         state = start_and_keep(Home.current(), os.environ)
     console.print(f"Prefect UI: {state.prefect_api_url.removesuffix('/api')}\nRay: {state.ray_address}")
     console.print("`midflight down` ends both.")
+
+
+@app.command(epilog="Examples:\n\n`midflight serve`\n\n`PREFECT_API_URL=https://prefect.example/api midflight serve`")
+def serve() -> None:
+    """Serve the deployments until Ctrl-C: Prefect server, worker and Ray on this machine, and the page to open.
+
+    PREFECT_API_URL or RAY_ADDRESS name existing ones; a worker is started here in any case.
+    """
+    from flows.serve_command import serve_deployments
+
+    serve_deployments(Home.current(), Console())
 
 
 @app.command(epilog="Example:\n\n`midflight down`")

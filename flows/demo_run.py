@@ -40,6 +40,8 @@ class Killed:
 
 async def kill_and_continue(config: RunConfig, store: Store, state: ServiceState, console: Console) -> Killed:
     """Both flow runs. Raises DemoFailed when one of them goes another way than it should."""
+    # The kill is looked at before the run goes on, so that it must not do so by itself.
+    config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"max_resumes": 0})})
     first = await _start(config, state, console)
     killed = await _kill_in_mid_rollout(first, config, store, console)
     await _await_crash(first)

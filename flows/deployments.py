@@ -77,7 +77,10 @@ async def refuse_unfinished(name: str) -> None:
         )
     if found:
         state = found[0].state_name or "unfinished"
-        raise RunAlreadyLive(f"flow run {name} ({found[0].id}) is {state}: wait for it, or cancel it in the Prefect UI")
+        raise RunAlreadyLive(
+            f"flow run {name} ({found[0].id}) is {state}: wait for it, cancel it in the Prefect UI, or take the run "
+            "over with --take-over"
+        )
 
 
 async def cancel_flow_run(client: PrefectClient, flow_run_id: UUID) -> None:

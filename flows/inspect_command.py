@@ -1,38 +1,46 @@
-"""`midflight snapshots`, `verify` and `trace`: what the store says about a run. Nothing is started or changed."""
+"""`midflight snapshots` and `trace`: what the store says about a run. Nothing is started or changed."""
+
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 
 from flows.store_commands import put_json
-from flows.tables import BUNDLES, facts_table, shown, snapshots_table, verification_table
+from flows.tables import BUNDLES, facts_table, shown, snapshots_table
 from storage.audit import Audit
+from storage.catalog import live_bundles
 from storage.errors import BrokenInvariant, NoRestorableState
 from storage.filesystem import Store, open_store
 from storage.layout import RunLayout
-from storage.manifests import BrokenSlot
+from storage.manifests import BrokenSlot, Manifest
 from storage.runs import bundle_facts, layout_of
 from storage.trace_analysis import StopCost, batch_age, stop_cost
 from storage.trace_reader import Event, read_events
+from storage.verdicts import Verdicts
 from tasks.accounting import audit
-from tasks.bundle_checks import check_run, corruption, log_of
+from tasks.bundle_checks import log_of
 
 
 def show_snapshots(run: str, store_url: str, console: Console, *, everything: bool) -> None:
     """The bundles of a run. Raises NotFound."""
-    log = log_of(open_store(store_url), layout_of(run))
-    console.print(snapshots_table(run, log, everything=everything))
+    store, layout = open_store(store_url), layout_of(run)
+    log = log_of(store, layout)
+    found = Verdicts(store, layout)
+    verdicts = {bundle.sequence: verdict for bundle in _live(log) if (verdict := found.of(bundle)) is not None}
+    console.print(snapshots_table(run, log, everything=everything, verdicts=verdicts, warnings=found.warnings))
 
 
 def put_snapshots(run: str, store_url: str, *, everything: bool) -> None:
     """The bundles of a run as one JSON list, and slots that can't be read. Raises NotFound."""
-    layout = layout_of(run)
-    log = log_of(open_store(store_url), layout)
+    store, layout = open_store(store_url), layout_of(run)
+    log = log_of(store, layout)
+    verdicts, live = Verdicts(store, layout), {bundle.sequence for bundle in _live(log)}
     listed: list[dict[str, object]] = []
     for slot in log:
         if isinstance(slot, BrokenSlot):
             listed.append({"sequence": slot.sequence, "kind": "unreadable", "problem": slot.reason})
         elif slot.kind in BUNDLES:
-            facts = bundle_facts(layout, log, slot)
+            facts = bundle_facts(layout, log, slot, verdicts.of(slot) if slot.sequence in live else None)
             del facts["files"]
             listed += [facts] if everything or not facts["retired"] else []
         elif everything:
@@ -40,18 +48,14 @@ def put_snapshots(run: str, store_url: str, *, everything: bool) -> None:
     put_json(listed)
 
 
-def verify_run(run: str, store_url: str, console: Console) -> None:
-    """Read everything. Raises SnapshotCorrupt naming each defect."""
-    checks = list(check_run(open_store(store_url), RunLayout(run)))
-    console.print(verification_table(run, checks))
-    error = corruption(run, checks)
-    if error is not None:
-        raise error
+def _live(log: Sequence[Manifest | BrokenSlot]) -> list[Manifest]:
+    checkpoints, snapshots = live_bundles(log)
+    return [*checkpoints, *snapshots]
 
 
 def show_trace(run: str, store_url: str, console: Console, *, steps: int) -> None:
     """Batch age, stops, audit. Raises NotFound; BrokenInvariant when the audit finds a broken promise."""
-    store, layout = open_store(store_url), RunLayout(run)
+    store, layout = open_store(store_url), layout_of(run)
     log_of(store, layout)
     events = read_events(store, layout)
     console.print(steps_table(events, steps=steps))

@@ -15,6 +15,7 @@ from storage.filesystem import open_store
 from storage.identity import differences
 from storage.layout import RunLayout
 from storage.manifests import read_log
+from storage.ownership import await_claimable
 from storage.run_config import DataConfig, RunConfig
 
 
@@ -55,11 +56,21 @@ def refuse_another_dataset(config: RunConfig) -> None:
         )
 
 
-def refuse_when_live(config: RunConfig, home: Home) -> None:
-    """Raises RunAlreadyLive when a driver holds the run in the Ray cluster that would be used."""
+def refuse_when_held(config: RunConfig, home: Home) -> None:
+    """Raises RunAlreadyLive, naming the owner, when a driver holds the run in the Ray cluster that would be used, or a
+    controller elsewhere shows signs of life in the store. Returns late when one elsewhere has fallen silent.
+    """
+    if refuse_when_live(config, home):
+        return  # a controller that can be driven: its own claim is no reason to refuse
+    store = open_store(config.store.url, deadline_s=config.store.deadline_s)
+    await_claimable(store, RunLayout(config.name))
+
+
+def refuse_when_live(config: RunConfig, home: Home) -> bool:
+    """Whether the run has a controller in the Ray cluster that would be used. Raises RunAlreadyLive if it is driven."""
     environment = environment_of_running_ray(home)
     if environment is None:
-        return
+        return False
     os.environ.update(environment)
     # Ray and Prefect read their settings from the environment when they are imported.
     import ray
@@ -67,16 +78,17 @@ def refuse_when_live(config: RunConfig, home: Home) -> None:
     from flows.driver import owner_is_gone
     from tasks.ray_runtime import RayRuntime
 
-    async def refuse() -> None:
+    async def look() -> bool:
         status = await RayRuntime(config.name, cache=home.cache).status()
         if status is not None and status.driver is not None and not await owner_is_gone(status.driver):
             raise RunAlreadyLive(
-                f"run '{config.name}' is live at step {status.train_steps}, driven by {status.driver}: "
-                "wait for it, cancel its flow run, or choose another name"
+                f"run '{config.name}' is live at step {status.train_steps}, driven by {status.driver}: wait for it, "
+                "cancel its flow run, take the run over with --take-over, or choose another name"
             )
+        return status is not None
 
     try:
-        asyncio.run(refuse())
+        return asyncio.run(look())
     finally:
         ray.shutdown()
 

@@ -102,6 +102,14 @@ def marked_processes(variable: str, value: str, *, sessions: Iterable[ProcessId]
     return [process for process in family if process.pid != os.getpid() and _alive(process)]
 
 
+def session_processes(leader: ProcessId) -> list[psutil.Process]:
+    """What a program that was started detached left behind in its session, and all below it."""
+    if leader.lost_its_pid():
+        return []
+    roots = [process for process in psutil.process_iter() if _session_of(process) == leader.pid]
+    return [process for process in {r for root in roots for r in _with_children(root)} if _alive(process)]
+
+
 def end_processes(processes: Iterable[psutil.Process], *, grace_s: float) -> None:
     """Ask each process to end (SIGTERM), wait up to `grace_s`, then kill those that are left and their children."""
     asked = list(processes)

@@ -4,7 +4,7 @@ import fcntl
 import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -15,13 +15,19 @@ from flows.processes import ProcessId
 # Every process that belongs to one set of services carries this variable with the set's own value.
 MARKER_VARIABLE = "MIDFLIGHT_SERVICES"
 WORK_POOL = "midflight"
+# A service that ends is started again so often; then the whole set fails.
+MOST_RESTARTS, RESTARTS_WITHIN_S = 3, 600.0
 # Two thirds of what the database grows by are events; flow runs take their task runs, logs and artifacts along.
 EVENTS_KEPT_DAYS, FLOW_RUNS_KEPT_DAYS = 1, 30
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceState:
-    """`starting` -> `ready` -> `stopping`, or `failed` with a reason. Times are seconds since the epoch."""
+    """`starting` -> `ready` -> `stopping`, or `failed` with a reason. Times are seconds since the epoch.
+
+    A service that ended is started again: the set is `starting` meanwhile, `detail` says which one and why, and
+    `restarts` holds when that happened, by service.
+    """
 
     marker: str
     status: str = "starting"
@@ -33,6 +39,7 @@ class ServiceState:
     ray_address: str = ""
     ray_temp_dir: str = ""
     processes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    restarts: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def is_supervised(self) -> bool:
         """Whether the process that ends these services still lives."""
@@ -168,6 +175,18 @@ def living_users(home: Home) -> list[ProcessId]:
         else:
             path.unlink(missing_ok=True)
     return living
+
+
+def recent_restarts(state: ServiceState, name: str, now: float) -> int:
+    """How often a service was started again in the last `RESTARTS_WITHIN_S` seconds."""
+    return sum(now - at < RESTARTS_WITHIN_S for at in state.restarts.get(name, ()))
+
+
+def with_restart(state: ServiceState, name: str, now: float) -> ServiceState:
+    """The same services while one of them is started again."""
+    times = [*state.restarts.get(name, ()), now]
+    detail = f"{name} ended and is started again ({recent_restarts(state, name, now) + 1} of {MOST_RESTARTS})"
+    return replace(state, status="starting", detail=detail, restarts={**state.restarts, name: times})
 
 
 def with_status(state: ServiceState, status: str, detail: str = "") -> ServiceState:

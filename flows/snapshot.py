@@ -13,7 +13,11 @@ from tasks.snapshots import attempt_number, attempt_snapshot
 
 @flow(name="snapshot", flow_run_name="snapshot-{run}", persist_result=False)
 async def snapshot(run: str) -> dict[str, Any]:
-    """Take one forced snapshot of the live run with this name."""
+    """Take one forced snapshot of a live run, whether or not anything changed.
+
+    Args:
+        run: Name of the live run.
+    """
     return await force_snapshot(RayRuntime(run, cache=Home.current().cache))
 
 

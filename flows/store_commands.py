@@ -27,6 +27,7 @@ from storage.query import query as query_run
 from storage.run_config import RunConfig
 from storage.runs import bundle_facts, find_bundle, layout_of, log_of_run, require_live, summaries
 from storage.snapshot_reader import RestoredBundle, read_bundle
+from storage.verdicts import Verdicts
 
 store_app = typer.Typer()
 
@@ -70,11 +71,13 @@ def show(
     """Show one snapshot or trainer checkpoint: step, anchor, model step, age, owners, counts and files."""
     opened, layout = store_at(store), layout_of(run)
     log = log_of_run(opened, layout)
-    facts = bundle_facts(layout, log, find_bundle(opened, layout, log, snapshot))
+    bundle, verdicts = find_bundle(opened, layout, log, snapshot), Verdicts(opened, layout)
+    facts = bundle_facts(layout, log, bundle, verdicts.of(bundle))
     if as_json:
-        put_json(facts)
+        put_json({**facts, "warnings": verdicts.warnings})
     else:
         _show(bundle_tables(facts, files=files))
+        _show(map(Text, verdicts.warnings))
 
 
 @store_app.command(

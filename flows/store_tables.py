@@ -1,14 +1,13 @@
 """Tables of the commands that look into a store."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import datetime
 from typing import Any
 
 import polars as pl
 from rich.table import Table
 from rich.text import Text
 
-from flows.tables import facts_table, shown, size
+from flows.tables import facts_table, moment, shown, size
 from storage.bundle_diff import BundleDiff
 from storage.pruning import Pruned, PrunePlan
 from storage.runs import RunSummary
@@ -27,7 +26,7 @@ def runs_tables(url: str, runs: Sequence[RunSummary]) -> Iterator[Table | Text]:
             str(run.checkpoints),
             str(run.snapshots),
             size(run.bytes),
-            "" if run.published_at is None else _moment(run.published_at),
+            "" if run.published_at is None else moment(run.published_at),
             "" if origin is None else f"{origin['run']}/{origin['sequence']}",
             style="red" if run.problem else None,
         )
@@ -51,8 +50,9 @@ def bundle_tables(facts: Mapping[str, Any], *, files: bool) -> Iterator[Table]:
             "train step": facts["step"],
             "step of its model": facts["model_step"],
             "anchor": stands_on,
-            "cut": _moment(facts["cut_time"]),
+            "cut": moment(facts["cut_time"]),
             "age": duration(facts["age_s"]),
+            "verified": _verified(facts["verification"]),
             "written by": facts["writer"],
             "identity": facts["identity"][:12],
             "size": size(facts["bytes"]),
@@ -61,6 +61,14 @@ def bundle_tables(facts: Mapping[str, Any], *, files: bool) -> Iterator[Table]:
     yield facts_table("Owners of prompt groups", facts["owners"])
     yield facts_table("Counts", facts["counts"])
     yield _files_table(facts["files"], each=files)
+
+
+def _verified(verification: Mapping[str, Any] | None) -> str:
+    if verification is None:
+        return "never"
+    when = moment(verification["verified_at"]) + (", by a restore drill" if verification["drill"] else "")
+    problem = verification["problem"]
+    return when if problem is None else f"bad since {when}: {problem}"
 
 
 def _files_table(files: Sequence[Mapping[str, Any]], *, each: bool) -> Table:
@@ -157,7 +165,3 @@ def _plain_table(title: str, *columns: str) -> Table:
     for column in columns:
         table.add_column(column, overflow="fold")
     return table
-
-
-def _moment(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds).strftime("%d %b %H:%M")

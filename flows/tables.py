@@ -2,13 +2,15 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, Literal
 
+from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from storage.manifests import BrokenSlot, Manifest
+from storage.verdicts import Verdict
 from tasks.bundle_checks import BundleCheck
 
 BUNDLES = ("trainer_checkpoint", "rollout_snapshot")
@@ -20,27 +22,39 @@ def error_panel(error: BaseException) -> Panel:
     return Panel(Text(text), title=type(error).__name__, title_align="left", border_style="red")
 
 
-def snapshots_table(run: str, log: Sequence[Manifest | BrokenSlot], *, everything: bool) -> Table:
-    """The bundles of a run by age, or (`everything`) every slot of the log."""
+def snapshots_table(
+    run: str,
+    log: Sequence[Manifest | BrokenSlot],
+    *,
+    everything: bool,
+    verdicts: Mapping[int, Verdict] | None = None,
+    warnings: Sequence[str] = (),
+) -> Table:
+    """The bundles of a run by age, or (`everything`) every slot of the log; `verdicts` of verifications by slot."""
     retired = {sequence for slot in log if isinstance(slot, Manifest) for sequence in slot.retires}
+    known = verdicts or {}
     table = Table(title=f"Run {run}", title_justify="left", box=None, padding=(0, 1, 0, 0))
-    for column in ("#", "kind", "step", "published", "anchor", "unfinished", "sealed", "ready", "size"):
-        table.add_column(column, justify="left" if column in ("kind", "published") else "right", no_wrap=True)
+    for column in ("#", "kind", "step", "published", "verified", "anchor", "unfinished", "sealed", "ready", "size"):
+        justify: Literal["left", "right"] = "left" if column in ("kind", "published", "verified") else "right"
+        table.add_column(column, justify=justify, no_wrap=column != "verified", overflow="fold")
     for slot in log:
         if isinstance(slot, BrokenSlot):
             table.add_row(str(slot.sequence), "unreadable", style="red")
         elif everything or (slot.kind in BUNDLES and slot.sequence not in retired):
-            table.add_row(*_snapshot_row(slot), style="dim" if slot.sequence in retired else None)
-    broken = [f"{slot.sequence}: {slot.reason}" for slot in log if isinstance(slot, BrokenSlot)]
-    table.caption = "\n".join(broken) or None
+            verdict = known.get(slot.sequence)
+            style = "red" if verdict is not None and verdict.problem is not None else None
+            table.add_row(*_snapshot_row(slot, verdict), style="dim" if slot.sequence in retired else style)
+    lines = [f"{slot.sequence}: {slot.reason}" for slot in log if isinstance(slot, BrokenSlot)]
+    lines += [f"{number}: bad: {v.problem}" for number, v in sorted(known.items()) if v.problem is not None]
+    table.caption = escape("\n".join([*lines, *warnings])) or None
     table.caption_justify = "left"
     return table
 
 
-def _snapshot_row(manifest: Manifest) -> list[str]:
+def _snapshot_row(manifest: Manifest, verdict: Verdict | None) -> list[str]:
     kind = manifest.kind.removeprefix("trainer_").removeprefix("rollout_")
     if manifest.kind not in BUNDLES:
-        return [str(manifest.sequence), kind, "", _moment(manifest.created_at)]
+        return [str(manifest.sequence), kind, "", moment(manifest.created_at)]
     counts, anchor = manifest.counts, ""
     if manifest.anchor is not None:
         anchor = "initial" if manifest.anchor.sequence is None else str(manifest.anchor.sequence)
@@ -48,20 +62,31 @@ def _snapshot_row(manifest: Manifest) -> list[str]:
         str(manifest.sequence),
         kind,
         str(manifest.step),
-        _moment(manifest.created_at),
+        moment(manifest.created_at),
+        _verified(verdict),
         anchor,
         *(str(counts.get(name, 0)) for name in ("ledger_groups", "sealed_siblings", "buffered_groups")),
         size(sum(entry.bytes for entry in manifest.files)),
     ]
 
 
+def _verified(verdict: Verdict | None) -> str:
+    if verdict is None:
+        return ""
+    return "bad" if verdict.problem is not None else moment(verdict.verified_at)
+
+
 def verification_table(run: str, checks: Iterable[BundleCheck]) -> Table:
     """What became of each bundle."""
     table = Table(title=f"Verification of {run}", title_justify="left")
     for column in ("sequence", "kind", "step", "rows", "size", "result"):
-        table.add_column(column, justify="left" if column in ("kind", "result") else "right")
+        table.add_column(column, justify="left" if column in ("kind", "result") else "right", overflow="fold")
     for check in checks:
-        result = f"[red]{check.problem}[/red]" if check.problem else "[green]as published[/green]"
+        result = Text(check.problem, style="red") if check.problem else Text("as published", style="green")
+        if check.drilled and not check.problem:
+            result.append(", and restored", style="green")
+        if check.note:
+            result.append(f" ({check.note})", style="yellow")
         step = "" if check.step is None else str(check.step)
         table.add_row(f"{check.sequence:08d}", check.kind, step, str(check.rows), size(check.bytes), result)
     return table
@@ -96,5 +121,9 @@ def size(num_bytes: int) -> str:
     return f"{value:.1f} GiB"
 
 
-def _moment(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds).strftime("%d %b %H:%M")
+def moment(seconds: float) -> str:
+    """A time for people, as this machine's clock shows it. Any number is shown: times come from files."""
+    try:
+        return datetime.fromtimestamp(seconds).strftime("%d %b %H:%M")
+    except (OverflowError, ValueError, OSError):
+        return f"{seconds:.3g} s"

@@ -1,7 +1,7 @@
 """Deployment `train`: restore the run, train it to its last step, take snapshots beside the training.
 
-A crash of this flow leaves the runtime alive; the next `train` of the run finds it and goes on. When the runtime is
-gone too, the next one restores from the store.
+A crash of this flow leaves the runtime alive; started again (`resume-guard` does it) it finds that and goes on. When
+the runtime is gone too, it restores from the store.
 """
 
 import asyncio
@@ -13,16 +13,18 @@ from datetime import datetime
 from typing import Any
 
 import prefect.runtime
-from prefect import flow
-from prefect.client.schemas.objects import FlowRun
-from prefect.deployments import arun_deployment
+from prefect import flow, get_run_logger
+from prefect.client.schemas.objects import State
 from prefect.exceptions import TerminationSignal
+from prefect.states import Crashed
 
 from flows.config_files import resolved
-from flows.driver import Driver, owner_is_gone
+from flows.driver import Driver, owner_is_gone, send_away
 from flows.failures import RestoreFailed, TrainFailed
 from flows.home import Home
-from flows.restore import restore
+from flows.lost_worker import outlive_the_worker
+from flows.restore import restore, restore_child
+from flows.tags import tag_with_run
 from flows.termination import cancelled_by_sigterm
 from storage.errors import MidflightError, StaleIncarnation
 from storage.filesystem import open_store
@@ -30,13 +32,14 @@ from storage.run_config import RunConfig
 from tasks.ray_runtime import RayRuntime
 from tasks.reports import TrainingReport
 from tasks.results import forget_results
-from tasks.retries import first_cause, is_retryable
+from tasks.retries import first_cause, is_mended_by_resume, is_retryable
 from tasks.run_progress import progress_of
 from tasks.runtime import (
     UNRESTORED_STATES,
     OwnerIsGone,
     Runtime,
     RuntimeStatus,
+    SendAway,
     close_runtime,
     ensure_runtime,
     held,
@@ -47,15 +50,26 @@ from tasks.snapshots import attempt_number, attempt_snapshot
 from tasks.training import segment_end, train_steps
 
 HEARTBEATS_PER_LEASE = 4
-RESTORE_DEPLOYMENT = "restore/restore"
 
 RestoreRun = Callable[[RuntimeStatus], Awaitable[None]]
 
 
 @flow(name="train", flow_run_name="train-{config.name}", persist_result=False)
-async def train(config: RunConfig) -> dict[str, Any]:
-    """Train a run to `algorithm.max_steps`, from wherever its store says it stands."""
+async def train(config: RunConfig, take_over: bool = False) -> dict[str, Any] | State[Any]:
+    """Train a run to `algorithm.max_steps`, from wherever its store says it stands.
+
+    What a new start can mend (the runtime or the store was lost) ends it as Crashed, so that it is resumed; all else as
+    Failed.
+
+    Args:
+        config: The run. All keys: docs/configuration.md.
+        take_over: Take the run over from a `train` that drives it now, or from a controller in another cluster. Without
+            it this flow run is refused while somebody else holds the run. It counts for the first try: resumed or
+            retried, this flow run takes nothing over from whoever came after it.
+    """
+    outlive_the_worker()
     config = resolved(config)
+    await tag_with_run(config.name)
     driver = str(Driver.this_flow_run())
 
     async def restore_run(status: RuntimeStatus) -> None:
@@ -64,15 +78,34 @@ async def train(config: RunConfig) -> dict[str, Any]:
         else:
             await restore(config, driver)
 
-    runtime = RayRuntime(config.name, cache=Home.current().cache)
-    return await drive(config, runtime, driver=driver, restore_run=restore_run, owner_is_gone=owner_is_gone)
+    runtime = RayRuntime(config.name, cache=Home.current().cache, driver=driver)
+    try:
+        return await drive(
+            config,
+            runtime,
+            driver=driver,
+            restore_run=restore_run,
+            owner_is_gone=owner_is_gone,
+            send_away=send_away if take_over and prefect.runtime.flow_run.run_count <= 1 else None,
+        )
+    except MidflightError as error:
+        if not is_mended_by_resume(error):
+            raise
+        get_run_logger().exception("a new start can mend this")
+        return Crashed(message=f"{type(error).__name__}: {error}")
 
 
 async def drive(
-    config: RunConfig, runtime: Runtime, *, driver: str, restore_run: RestoreRun, owner_is_gone: OwnerIsGone
+    config: RunConfig,
+    runtime: Runtime,
+    *,
+    driver: str,
+    restore_run: RestoreRun,
+    owner_is_gone: OwnerIsGone,
+    send_away: SendAway | None = None,
 ) -> dict[str, Any]:
     """Hold the run's runtime, restore it if nothing runs in it yet, train, close it."""
-    status = await ensure_runtime(runtime, config, driver, owner_is_gone)
+    status = await ensure_runtime(runtime, config, driver, owner_is_gone, send_away)
     async with held(runtime, driver, every_s=config.cluster.driver_lease_s / HEARTBEATS_PER_LEASE):
         try:
             with cancelled_by_sigterm():
@@ -96,36 +129,22 @@ async def drive(
 async def restore_by_deployment(config: RunConfig, driver: str, incarnation: str) -> None:
     """Run the `restore` deployment as a child, so that it can be retried at its failed link from the UI.
 
-    A retried `train` finds the child of its earlier try, and makes a new one if that child had failed by then.
+    A retried `train` finds the child of its earlier try; if that failed, its failed link is tried again.
     """
     this = prefect.runtime.flow_run
-    key = f"restore-of-{this.id}-{incarnation}"
-    child = await _child(config, driver, key)
-    if _failed_before(child, this.scheduled_start_time) and this.run_count > 1:
-        child = await _child(config, driver, f"{key}-{this.run_count}")
+    child = await restore_child(config, driver, key=f"restore-of-{this.id}-{incarnation}", earlier_than=_started())
     if child.state is None or not child.state.is_completed():
         reason = child.state.message if child.state is not None else "it has no state"
         raise RestoreFailed(
-            f"flow run {child.name} ({child.id}) did not restore {config.name}; after the cause is removed, retry it "
-            f"or start `train` again: {reason}"
+            f"flow run {child.name} ({child.id}) did not restore {config.name}; after the cause is removed, press "
+            f"Retry on it or start `train` again: {reason}"
         )
 
 
-async def _child(config: RunConfig, driver: str, key: str) -> FlowRun:
-    return await arun_deployment(
-        RESTORE_DEPLOYMENT,
-        parameters={"config": config.model_dump(mode="json"), "driver": driver},
-        flow_run_name=f"restore-{config.name}",
-        as_subflow=True,
-        idempotency_key=key,
-        poll_interval=0.5,
-    )
-
-
-def _failed_before(child: FlowRun, moment: datetime | None) -> bool:
-    ended = child.end_time
-    failed = child.state is not None and child.state.is_final() and not child.state.is_completed()
-    return failed and moment is not None and ended is not None and ended < moment
+def _started() -> datetime | None:
+    """When this try of the flow run began; None for its first."""
+    this = prefect.runtime.flow_run
+    return this.scheduled_start_time if this.run_count > 1 else None
 
 
 async def _restored_status(runtime: Runtime) -> RuntimeStatus:
@@ -137,7 +156,7 @@ async def _restored_status(runtime: Runtime) -> RuntimeStatus:
 
 def _report(config: RunConfig) -> TrainingReport:
     store = open_store(config.store.url, deadline_s=config.store.deadline_s)
-    earlier = sorted(progress_of(store, config.name).rewards.items())
+    earlier = progress_of(store, config.name)
     return TrainingReport(config.name, max_steps=config.algorithm.max_steps, earlier=earlier)
 
 

@@ -12,23 +12,28 @@ from rich.console import Console
 from flows.failures import DeploymentFailed, ServicesFailed, TrainFailed
 from flows.home import Home
 from flows.local_services import local_services, require_services
-from flows.preflight import check, refuse_another_dataset, refuse_when_live, trained_steps
+from flows.preflight import check, refuse_another_dataset, refuse_when_held, trained_steps
 from flows.service_state import ServiceState
 from storage.run_config import RunConfig
 
 
-def train_run(config: RunConfig, console: Console) -> None:
-    """Train `config`'s run from where it stands to its end. Raises TrainFailed with the flow run's reason."""
+def train_run(config: RunConfig, console: Console, *, take_over: bool = False) -> None:
+    """Train `config`'s run from where it stands to its end. Raises TrainFailed with the flow run's reason.
+
+    Refused while somebody else holds the run, unless `take_over`.
+    """
     home = Home.current()
     check(config)
-    refuse_when_live(config, home)
+    if not take_over:
+        with console.status("Looking whether somebody holds the run"):
+            refuse_when_held(config, home)
     refuse_another_dataset(config)
     if (steps := trained_steps(config)) >= config.algorithm.max_steps:
         console.print(f"{config.name} is trained already: {steps} steps; raise algorithm.max_steps to train on")
         return
     with deployed_services(home, console) as state:
         try:
-            asyncio.run(_train(config, home, state, console))
+            asyncio.run(_train(config, home, state, console, take_over))
         except asyncio.CancelledError:  # by SIGTERM; Ctrl-C arrives as a KeyboardInterrupt already
             raise KeyboardInterrupt from None
 
@@ -54,7 +59,7 @@ def deployed_services(home: Home, console: Console) -> Iterator[ServiceState]:
             raise ServicesFailed(f"Prefect at {state.prefect_api_url} does not answer ({error!r})") from error
 
 
-async def _train(config: RunConfig, home: Home, state: ServiceState, console: Console) -> None:
+async def _train(config: RunConfig, home: Home, state: ServiceState, console: Console, take_over: bool) -> None:
     from flows.deployments import TRAIN, failure_of, is_completed, refuse_unfinished, start_flow_run
     from flows.following import follow
 
@@ -62,8 +67,10 @@ async def _train(config: RunConfig, home: Home, state: ServiceState, console: Co
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     name = f"train-{config.name}"
-    await refuse_unfinished(name)
-    run = await start_flow_run(TRAIN, {"config": config.model_dump(mode="json")}, name=name)
+    if not take_over:
+        await refuse_unfinished(name)
+    parameters = {"config": config.model_dump(mode="json"), "take_over": take_over}
+    run = await start_flow_run(TRAIN, parameters, name=name)
     console.print(f"Flow run {run.name}: {ui_url(state, str(run.id))}", soft_wrap=True)
     ended = await follow(run, config, home, console)
     if not is_completed(ended):

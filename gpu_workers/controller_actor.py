@@ -1,36 +1,48 @@
-"""The controller as a detached Ray actor: store, trace, driver lease, and the verbs that tasks call."""
+"""The controller as a detached Ray actor: store, trace, sign of life, driver lease, and the verbs that tasks call.
+
+A verb that carries its driver is obeyed only while that driver holds the run.
+"""
 
 import asyncio
 import gc
+import logging
 import os
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from gpu_workers.controller.driver_lease import DriverLease
 from gpu_workers.controller.published_bundles import PublishedBundles
 from gpu_workers.controller.restorer import RestorePlan
 from gpu_workers.controller.single_controller import ControllerState, SingleController
 from gpu_workers.environments.tasks import build_task
 from gpu_workers.generation.supervision import SupervisedGenerators
+from gpu_workers.narration import NarratedTrace
 from gpu_workers.preemption import on_preemption
 from gpu_workers.ray_generators import RayGenerator, RayGeneratorHost
 from gpu_workers.ray_ports import RayTrainer
-from gpu_workers.runtime_names import end_workers, remove_weights
-from storage.errors import MidflightError, RunAlreadyLive, StaleIncarnation
-from storage.filesystem import open_store
+from gpu_workers.runtime_names import end_workers, hold_weights, remove_weights
+from gpu_workers.worker_logs import Record, keep_logs
+from storage.errors import Fenced, MidflightError, StaleIncarnation
+from storage.filesystem import Store, open_store
 from storage.identity import identity
 from storage.layout import RunLayout
 from storage.manifests import ManifestLog
+from storage.ownership import SignOfLife, claim
 from storage.run_config import RunConfig
 from storage.run_record import create_run_record
 from storage.trace import NoTrace, TraceWriter
 
 _LEASE_CHECKS = 20
 _LAST_WORDS_S = 0.2  # for the reply to leave the process
+_LAST_SIGN_S = 5.0
+_FENCED_WORDS_S = 5.0  # for a driver between two calls to ask, and be told
+
+logger = logging.getLogger(__name__)
 
 
 class ControllerActor:
@@ -45,18 +57,21 @@ class ControllerActor:
         pids: Mapping[str, Any],
         weights_dir: str,
         model_dir: str,
+        claimable_after: int | None,
     ) -> None:
+        """`claimable_after` is the claim that this one may follow; None takes the run over from whoever holds it."""
         self._config = config
         self._incarnation = incarnation
-        self._weights_dir = Path(weights_dir)
+        self._weights = hold_weights(Path(weights_dir) / incarnation)
         self._pids = {**pids, "controller": os.getpid()}
-        store, layout = (
-            open_store(config.store.url, deadline_s=config.store.deadline_s),
-            RunLayout(config.name),
-        )
+        store, layout = open_store(config.store.url, deadline_s=config.store.deadline_s), RunLayout(config.name)
         create_run_record(store, layout, config)
         log = ManifestLog(store, layout, incarnation)
-        log.claim()
+        self._lease = DriverLease(config.name, incarnation, lease_s=config.cluster.driver_lease_s)
+        self._sign_of_life = SignOfLife(
+            store, layout, log, driver=lambda: self._lease.driver, on_fenced=self._hear_of_fence()
+        )
+        self._claim(store, layout, log, claimable_after)
         trace: NoTrace | TraceWriter = NoTrace()
         if config.rollout_checkpointing.trace:
             trace = TraceWriter(store, layout, process=f"controller-{incarnation}", run_process=incarnation)
@@ -64,11 +79,13 @@ class ControllerActor:
         facts = {"incarnation": incarnation, "config_fingerprint": self._fingerprint, "pids": self._pids}
         trace.record("run_started", **facts)
         self._trace = trace
+        self._logs = keep_logs("controller")
+        narrated = NarratedTrace(trace, self._logs.add)
         self._generators = SupervisedGenerators(
             config,
             RayGeneratorHost(config, Path(model_dir)),
             [RayGenerator(actor, facts) for actor, facts in zip(engines, pids["generators"], strict=True)],
-            trace=trace,
+            trace=narrated,
         )
         self._controller = SingleController(
             config,
@@ -82,77 +99,95 @@ class ControllerActor:
                 checkpointing=config.checkpointing,
                 snapshots=config.rollout_checkpointing,
             ),
-            trace=trace,
+            trace=narrated,
         )
         gc.freeze()  # what start-up made stays: a full collection would stop the event loop for tens of milliseconds
-        self._driver: str | None = None
-        self._heard = time.monotonic()
         self._watch: asyncio.Task[None] | None = None
+        self._fence_watch = asyncio.create_task(self._watch_for_failure(), name="fence watch")
         self._leaving: asyncio.Task[dict[str, Any]] | None = None
         on_preemption(lambda: self._leave("preempted: SIGTERM"))
 
+    def _claim(self, store: Store, layout: RunLayout, log: ManifestLog, after: int | None) -> None:
+        """Show a sign of life, then claim: a claim without one counts as given up."""
+        self._sign_of_life.begin()
+        try:
+            claim(store, layout, log, after=after)
+        except BaseException:
+            self._sign_of_life.close()
+            raise
+        self._sign_of_life.keep()
+
     async def describe(self) -> dict[str, Any]:
         """Identity, state, counts and process ids."""
-        driver = self._driver if self._lease_is_live() else None
         return {
             **self._controller.describe(),
             "incarnation": self._incarnation,
             "config_fingerprint": self._fingerprint,
-            "driver": driver,
+            "driver": self._lease.driver,
             "pids": {**self._pids, "generators": self._generators.facts},
         }
 
-    async def attach_driver(self, driver: str) -> None:
-        """Make `driver` the one that drives this run. Raises `RunAlreadyLive` while another's lease runs."""
-        if self._driver not in (None, driver) and self._lease_is_live():
-            raise RunAlreadyLive(
-                f"run '{self._config.name}' is driven by {self._driver} (incarnation {self._incarnation}); "
-                "wait for it, cancel it, or choose another name"
-            )
-        self._driver = driver
-        self._hear()
+    async def attach_driver(self, driver: str, take_over: bool = False) -> None:
+        """Make `driver` the one that drives this run. Raises `RunAlreadyLive` while another's lease runs, unless
+        `take_over`.
+        """
+        self._lease.attach(driver, take_over=take_over)
         if self._watch is None:
             self._watch = asyncio.create_task(self._watch_driver(), name="driver lease")
 
     async def detach_driver(self, driver: str) -> None:
         """`driver` has ended; another may attach at once. The runtime goes on until `driver_ttl_s`."""
-        if self._driver == driver:
-            self._driver = None
+        self._lease.detach(driver)
 
     async def heartbeat(self, driver: str) -> None:
         """Renew the lease. Raises `RunAlreadyLive` when another driver has taken the run."""
-        if self._driver != driver:
-            raise RunAlreadyLive(f"run '{self._config.name}' is driven by {self._driver}, no longer by {driver}")
-        self._hear()
+        self._lease.hear(driver)
 
-    async def restore_link(self, link: str, plan: Mapping[str, int | None], incarnation: str) -> dict[str, Any]:
+    async def take_logs(self, records: Sequence[Record], lost: int) -> None:
+        """What a worker logged."""
+        self._logs.extend(records, lost)
+
+    async def read_logs(self) -> dict[str, Any]:
+        """`records` of all processes since the last call, by time, and how many more there were (`lost`)."""
+        records, lost = self._logs.take()
+        return {"records": records, "lost": lost}
+
+    async def restore_link(
+        self, link: str, plan: Mapping[str, int | None], incarnation: str, driver: str | None = None
+    ) -> dict[str, Any]:
         """One link of the restore chain."""
         self._require(incarnation)
         restore_plan = RestorePlan(target=plan["target"], anchor=plan["anchor"])
-        return dict(await self._detached(self._controller.restore_link(link, restore_plan)))
+        return dict(await self._detached(self._controller.restore_link(link, restore_plan), driver))
 
-    async def train_steps(self, first: int, last: int, incarnation: str) -> list[dict[str, Any]]:
+    async def train_steps(
+        self, first: int, last: int, incarnation: str, driver: str | None = None
+    ) -> list[dict[str, Any]]:
         """Numbered train steps; see `SingleController.train_steps`."""
         self._require(incarnation)
-        reports = await self._detached(self._controller.train_steps(first, last))
+        reports = await self._detached(self._controller.train_steps(first, last), driver)
         return [dict(report) for report in reports]
 
-    async def attempt_snapshot(self, number: int, force: bool, incarnation: str) -> dict[str, Any]:
+    async def attempt_snapshot(
+        self, number: int, force: bool, incarnation: str, driver: str | None = None
+    ) -> dict[str, Any]:
         """One numbered snapshot attempt."""
         self._require(incarnation)
-        return asdict(await self._detached(self._controller.attempt_snapshot(number, force=force)))
+        return asdict(await self._detached(self._controller.attempt_snapshot(number, force=force), driver))
 
     async def checkpoint(self, incarnation: str) -> dict[str, Any]:
         """A trainer checkpoint at the next step boundary, on request; durable when this returns."""
         self._require(incarnation)
-        return dict(await self._detached(self._controller.checkpoint()))
+        return dict(await self._detached(self._controller.checkpoint(), None))
 
-    async def close(self, snapshot: bool) -> dict[str, Any]:
+    async def close(self, snapshot: bool, driver: str | None = None) -> dict[str, Any]:
         """End the pumps, after a last forced snapshot if asked for and possible, and flush the trace.
 
         A checkpoint that is still written in the background is waited for; `checkpoint_failure` says why it could not
         be published. The caller ends the actors (`launch.end_runtime`).
         """
+        if driver is not None:
+            self._lease.hear(driver)
         unsaved: str | None = None
         try:
             await self._controller.settle_saves()
@@ -162,8 +197,10 @@ class ControllerActor:
             await self._publish_last()
         return {**await self._end("closed by its driver"), "checkpoint_failure": unsaved}
 
-    async def preempt(self, reason: str) -> dict[str, Any]:
+    async def preempt(self, reason: str, driver: str | None = None) -> dict[str, Any]:
         """Publish what is in flight and end the runtime, within `cluster.grace_s`; answers just before it ends."""
+        if driver is not None:
+            self._lease.hear(driver)
         return await asyncio.shield(self._leave(reason))
 
     def _leave(self, reason: str) -> "asyncio.Task[dict[str, Any]]":
@@ -190,8 +227,35 @@ class ControllerActor:
         await self._generators.close()
         await self._controller.close(reason)
         await asyncio.to_thread(self._trace.close)
-        remove_weights(self._weights_dir)
+        with suppress(TimeoutError):  # a store that hangs: the record shows its age
+            await asyncio.wait_for(asyncio.to_thread(self._sign_of_life.close), _LAST_SIGN_S)
+        remove_weights(self._weights)
         return await self.describe()
+
+    def _hear_of_fence(self) -> Callable[[Fenced], None]:
+        """For the thread that looks whether another controller has claimed the run."""
+        loop = asyncio.get_running_loop()
+
+        def hear(fenced: Fenced) -> None:
+            loop.call_soon_threadsafe(self._controller.parts.state.fail, fenced)
+
+        return hear
+
+    async def _watch_for_failure(self) -> None:
+        """A run that failed publishes nothing more, so that it may be claimed from anywhere. When it failed because it
+        was claimed, a publication or the sign of life found that out: say so, and end the runtime.
+        """
+        state = self._controller.parts.state
+        await state.changed.wait_for(lambda: state.failure is not None)
+        if not isinstance(state.failure, Fenced):
+            await asyncio.to_thread(self._sign_of_life.close)
+            return
+        logger.error("%s", state.failure)
+        self._trace.record("fenced", reason=str(state.failure))
+        self._lease.end(state.failure)
+        await self._end("fenced: another controller holds the run")
+        end = partial(end_workers, self._config.name, controller_last=True)
+        asyncio.get_running_loop().call_later(_FENCED_WORDS_S, end)
 
     async def _watch_driver(self) -> None:
         """Park after `driver_lease_s` of silence, with a snapshot; end the whole runtime after `driver_ttl_s`."""
@@ -199,7 +263,7 @@ class ControllerActor:
         parked = False
         while True:
             await asyncio.sleep(cluster.driver_lease_s / _LEASE_CHECKS)
-            silence = time.monotonic() - self._heard
+            silence = self._lease.silence_s
             if silence > cluster.driver_ttl_s:
                 await self._end(f"no driver for {silence:.0f} s")
                 end_workers(self._config.name, controller_last=True)
@@ -211,16 +275,28 @@ class ControllerActor:
                 parked = False
                 self._controller.unpark()
 
-    async def _detached(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Finish `work` even if the call that asked for it is cancelled: a step may not stop half-way."""
-        self._hear()
-        return await asyncio.shield(asyncio.ensure_future(work))
+    async def _detached(self, work: Coroutine[Any, Any, Any], driver: str | None) -> Any:
+        """Finish `work` even if the call that asked for it is cancelled: a step may not stop half-way.
 
-    def _hear(self) -> None:
-        self._heard = time.monotonic()
-
-    def _lease_is_live(self) -> bool:
-        return time.monotonic() - self._heard < self._config.cluster.driver_lease_s
+        A driver that is replaced meanwhile is told so at once; its successor joins the step.
+        """
+        if driver is None:
+            return await asyncio.shield(asyncio.ensure_future(work))
+        try:
+            self._lease.hear(driver)
+        except MidflightError:
+            work.close()
+            raise
+        running = asyncio.ensure_future(work)
+        running.add_done_callback(lambda done: done.cancelled() or done.exception())  # may be nobody's by then
+        lost = asyncio.ensure_future(self._lease.lost(driver))
+        try:
+            await asyncio.wait({running, lost}, return_when=asyncio.FIRST_COMPLETED)
+            if not running.done():
+                raise lost.result()
+            return running.result()
+        finally:
+            lost.cancel()
 
     def _require(self, incarnation: str) -> None:
         if incarnation != self._incarnation:

@@ -10,10 +10,13 @@ import ray
 from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
 from gpu_workers.controller.ports import StepResult, WeightsRef
-from storage.errors import ConfigurationError, InfrastructureFailure, MidflightError
+from storage.errors import ConfigurationError, InfrastructureFailure, MidflightError, RunAlreadyLive
 
 # An error of an actor's constructor comes back as text only, whose last line names it.
-_REFUSED_CONFIGURATION = re.compile(r"^(?:storage\.errors\.)?ConfigurationError: (.+)$", re.MULTILINE)
+_REFUSAL = re.compile(r"^(?:storage\.errors\.)?(ConfigurationError|RunAlreadyLive): (.+)$", re.MULTILINE)
+_REFUSALS: Mapping[str, type[MidflightError]] = {
+    refusal.__name__: refusal for refusal in (ConfigurationError, RunAlreadyLive)
+}
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.5
 
 
@@ -83,9 +86,10 @@ def translate(error: Exception, what: str) -> MidflightError:
         return type(cause)(*cause.args)
     told = str(cause or error)
     if isinstance(error, RayActorError) and error.actor_init_failed:
-        refused = _REFUSED_CONFIGURATION.findall(told)
+        refused = _REFUSAL.findall(told)
         if refused:
-            return ConfigurationError(refused[-1])
+            name, message = refused[-1]
+            return _REFUSALS[name](message)
         told = f"its actor could not start: {told.strip().splitlines()[-1]}"
     elif isinstance(error, RayActorError):
         told = told.partition("\n")[0]  # many lines on what may kill processes follow

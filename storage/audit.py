@@ -83,7 +83,7 @@ def account(store: Store, layout: RunLayout, *, order: Callable[[int], Sequence[
         owned_twice=tuple(group for group, count in owned.items() if count > 1),
         beyond_frontier=tuple(owned.keys() - set(frontier)) if target is not None else (),
         missing_steps=tuple(s for s in range(1, state.progress.train_steps + 1) if s not in known),
-        replayed_otherwise=tuple(_replayed_otherwise(events)),
+        replayed_otherwise=tuple(_replayed_otherwise([event for life in history.lives for event in life.events])),
         steps_rolled_back=sum(1 for _ in steps_of(events)) - len(now.steps),
     )
 

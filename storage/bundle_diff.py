@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from storage.identity import differences
+from storage.identity import differences, with_defaults
 from storage.records import RolloutState, rollout_id
 from storage.snapshot_reader import RestoredBundle
 
@@ -73,7 +73,8 @@ def _sealed(state: RolloutState) -> set[str]:
 
 
 def _config(bundle: RestoredBundle) -> dict[str, Any]:
-    return {key: value for key, value in bundle.manifest.config.items() if key != "name"}
+    """The saved configuration; keys that came later have their defaults."""
+    return {key: value for key, value in with_defaults(bundle.manifest.config).items() if key != "name"}
 
 
 def _counts(a: RestoredBundle, b: RestoredBundle) -> dict[str, tuple[int, int]]:

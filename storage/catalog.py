@@ -1,4 +1,7 @@
-"""Chooses what a run resumes from. Reads only, verifies anew each time, and never falls back in silence."""
+"""Chooses what a run resumes from. Reads only, verifies anew each time, and never falls back in silence.
+
+A bundle that a verification found bad is passed over by that record, until a later verification finds it good.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,6 +12,7 @@ from storage.filesystem import Store
 from storage.layout import RunLayout
 from storage.manifests import BrokenSlot, Manifest, read_log
 from storage.snapshot_reader import read_bundle, verify_model_files
+from storage.verdicts import Verdicts, known_bad
 
 RestoreMode = Literal["latest", "trainer_checkpoint"]
 
@@ -19,11 +23,13 @@ class Selection:
 
     `target` holds the rollout state: a snapshot, or the checkpoint itself. `anchor` holds the model: a
     trainer checkpoint, or None for the initial model. `passed_over` lists newer candidates with the reason.
+    `warnings` are results of verifications that were not believed.
     """
 
     target: Manifest | None
     anchor: Manifest | None
     passed_over: tuple[tuple[int, str], ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 def select(store: Store, layout: RunLayout, *, mode: RestoreMode = "latest", allow_older: bool = True) -> Selection:
@@ -74,6 +80,7 @@ class _Selector:
         self._checkpoints, snapshots = live_bundles(log)
         self._snapshots = snapshots if mode == "latest" else []
         self._passed_over: list[tuple[int, str]] = []
+        self._verdicts = Verdicts(store, layout)
 
     def choose(self) -> Selection:
         if not self._checkpoints:
@@ -114,7 +121,10 @@ class _Selector:
         return None
 
     def _model_is_whole(self, checkpoint: Manifest) -> bool:
+        verdict = self._verdicts.of(checkpoint)
         try:
+            if verdict is not None and verdict.model_problem is not None:
+                raise SnapshotCorrupt(known_bad(verdict, verdict.model_problem))
             verify_model_files(self._store, checkpoint)
         except (SnapshotCorrupt, FormatUnsupported) as error:
             self._passed_over.append((checkpoint.sequence, str(error)))
@@ -127,6 +137,8 @@ class _Selector:
 
     def _is_whole(self, bundle: Manifest) -> bool:
         try:
+            if (verdict := self._verdicts.bad(bundle)) is not None:
+                raise SnapshotCorrupt(known_bad(verdict))
             read_bundle(self._store, self._layout, bundle)
         except (SnapshotCorrupt, FormatUnsupported) as error:
             self._passed_over.append((bundle.sequence, str(error)))
@@ -141,12 +153,17 @@ class _Selector:
             if snapshot.anchor is None or snapshot.anchor.sequence not in anchors:
                 lost.add((snapshot.sequence, f"its anchor {snapshot.anchor} is no trainer checkpoint of the log"))
         newer = {(sequence, reason) for sequence, reason in lost if sequence > oldest}
-        return Selection(target, anchor, tuple(sorted({*self._passed_over, *newer}, reverse=True)))
+        passed_over = tuple(sorted({*self._passed_over, *newer}, reverse=True))
+        return Selection(target, anchor, passed_over, self._verdicts.warnings)
 
 
 def _overtook(snapshot: Manifest, checkpoint: Manifest) -> bool:
-    """Cut later, published earlier; times of one writer can be compared."""
+    """Cut later, published earlier. Times of one writer can be compared, unless its clock was set back meanwhile: then
+    the earlier cut belongs to an earlier step.
+    """
     if snapshot.writer != checkpoint.writer or snapshot.cut_time is None or checkpoint.cut_time is None:
+        return False
+    if snapshot.step < checkpoint.step:
         return False
     return snapshot.sequence < checkpoint.sequence and snapshot.cut_time > checkpoint.cut_time
 

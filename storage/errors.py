@@ -19,7 +19,8 @@ MidflightError
 ├── StepOutOfOrder            a numbered step was asked for before its predecessor
 ├── RolloutFailure
 │   ├── InfrastructureFailure (retryable) worker, connection or time-out
-│   │   └── WorkerDied        (retryable) the process that ran it is dead, whatever the prompt
+│   │   ├── WorkerDied        (retryable) the process that ran it is dead, whatever the prompt
+│   │   └── ControllerSilent  (retryable) a controller that may live does not answer
 │   └── DataFailure           the prompt itself can't be rolled out
 ├── FinalizationUnknown       a group's rows may or may not have been written; nothing is saved until a restart
 ├── GeneratorLost             a generator died again and again; restarting it does not help
@@ -32,7 +33,10 @@ MidflightError
 class MidflightError(Exception):
     """Base of all. The message names the thing, the value and the next step."""
 
+    # Doing the same numbered thing again can help.
     retryable = False
+    # The run is over, and starting it again (on a new runtime, or a while later) can go on from what was published.
+    mended_by_resume = False
 
 
 class ConfigurationError(MidflightError):
@@ -47,6 +51,7 @@ class StoreUnavailable(StoreError):
     """The store failed or did not answer within its deadline."""
 
     retryable = True
+    mended_by_resume = True
 
 
 class StoreOutcomeUnknown(StoreError):
@@ -98,6 +103,8 @@ class RunAlreadyLive(MidflightError):
 class StaleIncarnation(MidflightError):
     """The task relied on a runtime that no longer exists."""
 
+    mended_by_resume = True
+
 
 class StepOutOfOrder(MidflightError):
     """A train step was asked for although its predecessor is not committed."""
@@ -111,10 +118,15 @@ class InfrastructureFailure(RolloutFailure):
     """A worker, a connection or a deadline failed; the prompt is not to blame."""
 
     retryable = True
+    mended_by_resume = True
 
 
 class WorkerDied(InfrastructureFailure):
     """The worker that ran it died: its engine or its actor."""
+
+
+class ControllerSilent(InfrastructureFailure):
+    """The run's controller did not answer in time: it hangs, or its process is stopped."""
 
 
 class DataFailure(RolloutFailure):
@@ -124,13 +136,19 @@ class DataFailure(RolloutFailure):
 class FinalizationUnknown(MidflightError):
     """A group's finalization failed after it had begun: whether its rows exist is unknown."""
 
+    mended_by_resume = True
+
 
 class GeneratorLost(MidflightError):
     """No generator is left: each died more often in a row than it may, or can't be started."""
 
+    mended_by_resume = True
+
 
 class RunStalled(MidflightError):
     """The run made no progress for `async_rl.stall_timeout_s`."""
+
+    mended_by_resume = True
 
 
 class BatchIncomplete(MidflightError):

@@ -20,6 +20,7 @@ from storage.errors import (
     StoreUnavailable,
     StoreUnsuitable,
 )
+from storage.store_refusals import refusal
 
 T = TypeVar("T")
 
@@ -109,9 +110,11 @@ class GuardedStore:
             call_within(self._deadline_s, lambda: self._backend.create(path, data))
         except FileExistsError as error:
             raise AlreadyExists(f"{what}: it exists already") from error
-        except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise StoreUnavailable(f"{what}: {error}; check the store and its permissions") from error
         except Exception as error:
+            if (reason := refusal(error)) is not None:
+                raise StoreUnavailable(f"{what}: {reason}") from error
             raise StoreOutcomeUnknown(f"{what}: {error!r}; read it back before writing again") from error
 
     def list(self, prefix: str) -> list[str]:
@@ -190,7 +193,8 @@ class GuardedStore:
         except DeadlinePassed as error:
             raise StoreUnavailable(f"{what}: {error} (store.deadline_s); try again") from error
         except Exception as error:
-            raise StoreUnavailable(f"{what}: {error!r}; try again when the store answers") from error
+            reason = refusal(error) or f"{error!r}; try again when the store answers"
+            raise StoreUnavailable(f"{what}: {reason}") from error
 
     def _describe(self, operation: str, path: str, size: int | None) -> str:
         amount = "" if size is None else f" ({size} bytes)"

@@ -24,6 +24,7 @@ from storage.runs import Log, find_bundle, layout_of, log_of_run, require_live, 
 from storage.snapshot_reader import RestoredBundle, read_bundle
 from storage.snapshot_writer import CapturedBundle, SnapshotWriter
 from storage.trace_reader import read_events
+from storage.verdicts import Verdicts, known_bad
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ def fork(store: Store, source: RunLayout, sequence: int, new_run: str) -> Fork:
     bundle = find_bundle(store, source, log, sequence)
     require_live(source, log, bundle)
     anchor = _anchor_of(store, source, log, bundle)
+    _refuse_known_bad(Verdicts(store, source), source, bundle, anchor)
     if new_run in run_names(store):
         raise ConfigurationError(f"store {store.url} holds a run '{new_run}' already: choose another name")
     read = {m.sequence: read_bundle(store, source, m) for m in (anchor, bundle) if m is not None}
@@ -67,6 +69,14 @@ def fork(store: Store, source: RunLayout, sequence: int, new_run: str) -> Fork:
     }
     create_run_record(store, target_layout, copy.config(bundle), forked_from=origin)
     return Fork(new_run, bundle, new_bundle, new_anchor)
+
+
+def _refuse_known_bad(verdicts: Verdicts, layout: RunLayout, bundle: Manifest, anchor: Manifest | None) -> None:
+    if (verdict := verdicts.bad(bundle)) is not None:
+        raise corrupt(layout.manifest(bundle.sequence), known_bad(verdict))
+    verdict = None if anchor is None else verdicts.of(anchor)
+    if anchor is not None and verdict is not None and verdict.model_problem is not None:
+        raise corrupt(layout.manifest(anchor.sequence), known_bad(verdict, verdict.model_problem))
 
 
 def _anchor_of(store: Store, layout: RunLayout, log: Log, bundle: Manifest) -> Manifest | None:

@@ -60,8 +60,8 @@ class History:
     """The lives of a run. `slots` is its manifest log, which says where each restored bundle was cut."""
 
     def __init__(self, events: Sequence[Event], slots: Iterable[Manifest | BrokenSlot]) -> None:
-        self.lives = _lives(events)
         self._manifests = {slot.sequence: slot for slot in slots if isinstance(slot, Manifest)}
+        self.lives = _lives(events, self._manifests)
 
     def manifest(self, sequence: int) -> Manifest | None:
         """The manifest of a bundle, which stays when its payload is retired; None when it can't be read."""
@@ -131,12 +131,18 @@ def _apply_attempt(standing: Standing, event: Event) -> None:
             del standing.running[rollout]
 
 
-def _lives(events: Sequence[Event]) -> list[Life]:
+def _lives(events: Sequence[Event], manifests: Mapping[int, Manifest]) -> list[Life]:
+    """In the order of the log, where each controller claimed the run before it did anything: clocks of several machines
+    say little. By time when one of them is not in the log.
+    """
     by_process: dict[str, list[Event]] = {}
     for event in events:
         by_process.setdefault(event["run_process"], []).append(event)
     worked = {event["run_process"] for event in events if event["event"] in _WORK}
     lives = [_life(process, own) for process, own in by_process.items() if process in worked]
+    first = {manifests[sequence].writer: sequence for sequence in sorted(manifests, reverse=True)}
+    if all(life.run_process in first for life in lives):
+        return sorted(lives, key=lambda life: first[life.run_process])
     return sorted(lives, key=lambda life: life.started_at)
 
 

@@ -16,7 +16,9 @@ class RunLayout:
     <run>/parts/<sha256>.parquet            training rows and staged calls
     <run>/state/<kind>-<sha256>.parquet     tables of the rollout state (progress: .json)
     <run>/checkpoints/step_000012-<inc>/    weights, optimizer, RNG
+    <run>/verifications/00000007.json       what the newest verification of a bundle found
     <run>/trace/<process>.jsonl             events (object stores: <process>/00000001.jsonl ...)
+    <run>/owners/<writer>.json              sign of life of a controller, while it lives
     ```
     """
 
@@ -48,18 +50,36 @@ class RunLayout:
         return f"{self.run}/checkpoints"
 
     @property
+    def verifications(self) -> str:
+        """Folder of the results of verifications."""
+        return f"{self.run}/verifications"
+
+    @property
     def traces(self) -> str:
         """Folder of the traces."""
         return f"{self.run}/trace"
+
+    @property
+    def owners(self) -> str:
+        """Folder of the controllers' signs of life."""
+        return f"{self.run}/owners"
+
+    def owner(self, writer: str) -> str:
+        """The sign of life of one controller."""
+        return f"{self.owners}/{writer}.json"
 
     def manifest(self, sequence: int) -> str:
         """Slot `sequence` of the manifest log."""
         return f"{self.manifests}/{sequence:08d}.json"
 
     def sequence_of(self, path: str) -> int | None:
-        """The slot number of a path below `manifests`, or None for a file that is no slot."""
+        """The slot number of a path below `manifests` or `verifications`, or None for a file that has none."""
         match = _SLOT.fullmatch(path.rpartition("/")[2])
         return int(match["sequence"]) if match else None
+
+    def verification(self, sequence: int) -> str:
+        """The result of the newest verification of bundle `sequence`."""
+        return f"{self.verifications}/{sequence:08d}.json"
 
     def part(self, sha256: str) -> str:
         """A part, named by the hash of its bytes."""

@@ -272,6 +272,7 @@ class ManifestLog:
             while True:
                 self._refuse_when_fenced()
                 sequence = self._last + 1
+                self._require_same_log()
                 manifest = self._complete(draft, sequence)
                 winner = self._create(manifest)
                 if winner is None:
@@ -283,11 +284,32 @@ class ManifestLog:
                     continue
                 self._winner = f"{winner!r} in {self._layout.manifest(sequence)}"
 
+    def refuse_when_lost(self) -> None:
+        """Look whether another writer has taken the next slot. Raises: Fenced; StoreUnavailable."""
+        with self._lock:
+            if self._last is not None and self._winner is None:
+                path = self._layout.manifest(self._last + 1)
+                try:
+                    winner = _writer_of(self._store.read(path), path)
+                except NotFound:
+                    return
+                if winner != self._writer:  # a late success of our own is for `append` to find
+                    self._winner = f"{winner!r} in {path}"
+            self._refuse_when_fenced()
+
     def _refuse_when_fenced(self) -> None:
         if self._winner is not None:
             raise Fenced(
                 f"run {self._layout.run}: writer {self._writer!r} was fenced by {self._winner}; "
                 "it publishes nothing more, end this controller"
+            )
+
+    def _require_same_log(self) -> None:
+        """A folder that was unmounted, or a bucket that was made anew, looks like an empty store."""
+        if self._last is not None and self._last >= 0 and not self._store.exists(self._layout.manifest(self._last)):
+            raise StoreUnavailable(
+                f"store {self._store.url}: {self._layout.manifest(self._last)}, which was there, is gone: the store "
+                "was unmounted or replaced. Nothing is published until it is back"
             )
 
     def _complete(self, draft: ManifestDraft, sequence: int) -> Manifest:

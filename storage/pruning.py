@@ -5,7 +5,7 @@ publishes in between wins that slot and nothing is deleted; one that comes later
 """
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from storage.checkpoint_metrics import score_of
@@ -13,7 +13,7 @@ from storage.errors import Fenced, NotFound, RunAlreadyLive, StoreError
 from storage.filesystem import Store
 from storage.layout import RunLayout
 from storage.manifests import BrokenSlot, Manifest, ManifestDraft, ManifestLog
-from storage.retention import GRACE_S, Keep, garbage_of, split
+from storage.retention import GRACE_S, Keep, clock_skew_s, garbage_of, known_bad_of, split
 from storage.run_config import RunConfig
 from storage.runs import Log, log_of_run, saved_config
 
@@ -23,7 +23,9 @@ QUIET_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """One file that goes, and why: `retired` (only retired bundles name it) or `unreachable` (no manifest does)."""
+    """One file that goes, and why: `retired` (only retired bundles name it, or it is the result of verifying one) or
+    `unreachable` (no manifest names it).
+    """
 
     path: str
     bytes: int
@@ -87,7 +89,7 @@ def prune(
     log_of_run(store, layout)
     log = ManifestLog(store, layout, f"prune-{uuid.uuid4().hex[:12]}")
     last = log.follow()
-    plan = _plan(store, layout, log.read()[: last + 1], keep=keep, grace_s=grace_s)
+    plan = _plan(store, layout, log.read()[: last + 1], keep=keep, grace_s=grace_s, skew_s=_measured_skew_s(store))
     if plan.may_be_live and not take_over:
         raise RunAlreadyLive(
             f"run '{layout.run}' wrote to {store.url} {plan.quiet_s:.0f} s ago: its controller may be live, and it "
@@ -122,15 +124,34 @@ def keep_of(store: Store, config: RunConfig) -> Keep:
     )
 
 
-def _plan(store: Store, layout: RunLayout, slots: Log, *, keep: Keep | None, grace_s: float) -> PrunePlan:
-    kept, retires = split(slots, keep or _keep_of_newest(store, layout, slots))
-    paths = garbage_of(store, layout, slots, kept=kept, pinned=frozenset(), grace_s=grace_s)
+def _plan(
+    store: Store, layout: RunLayout, slots: Log, *, keep: Keep | None, grace_s: float, skew_s: float = 0.0
+) -> PrunePlan:
+    bad = known_bad_of(store, layout, slots)
+    kept, retires = split(slots, keep or _keep_of_newest(store, layout, slots), bad=bad)
+    paths = garbage_of(store, layout, slots, kept=kept, pinned=frozenset(), grace_s=grace_s + skew_s)
     named = {entry.path: entry.bytes for slot in slots if isinstance(slot, Manifest) for entry in slot.files}
-    files = [
-        Freed(path, named[path], "retired") if path in named else Freed(path, _size(store, path), "unreachable")
-        for path in paths
-    ]
-    return PrunePlan(layout.run, slots[-1].sequence, retires, tuple(files), _quiet_s(store, layout, slots))
+    files = [_freed(store, layout, path, named) for path in paths]
+    return PrunePlan(layout.run, slots[-1].sequence, retires, tuple(files), _quiet_s(store, layout, slots, skew_s))
+
+
+def _freed(store: Store, layout: RunLayout, path: str, named: Mapping[str, int]) -> Freed:
+    if path in named:
+        return Freed(path, named[path], "retired")
+    is_verdict = path.startswith(f"{layout.verifications}/")
+    return Freed(path, _size(store, path), "retired" if is_verdict else "unreachable")
+
+
+def _measured_skew_s(store: Store) -> float:
+    """How far this machine's clock is ahead of the store's, by a file that is written for it: with a wrong clock a live
+    run would look quiet, and its newest files old.
+    """
+    path = f"probe-{uuid.uuid4().hex}"
+    store.write(path, b"")
+    try:
+        return clock_skew_s(store, path)
+    finally:
+        store.delete(path)
 
 
 def _keep_of_newest(store: Store, layout: RunLayout, slots: Sequence[Manifest | BrokenSlot]) -> Keep:
@@ -140,12 +161,12 @@ def _keep_of_newest(store: Store, layout: RunLayout, slots: Sequence[Manifest | 
     return keep_of(store, RunConfig(name=layout.run))
 
 
-def _quiet_s(store: Store, layout: RunLayout, slots: Log) -> float:
-    """Seconds since the newest manifest or trace was written, by the clocks of the store and of this machine."""
+def _quiet_s(store: Store, layout: RunLayout, slots: Log, skew_s: float) -> float:
+    """Seconds since the newest manifest or trace was written."""
     ages = []
     for path in [layout.manifest(slots[-1].sequence), *store.list(layout.traces)]:
         try:
-            ages.append(store.age_s(path))
+            ages.append(store.age_s(path) - skew_s)
         except NotFound:
             continue
     return max(min(ages, default=QUIET_S), 0.0)

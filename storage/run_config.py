@@ -94,6 +94,11 @@ class ClusterConfig(Section):
     num_trainers: PositiveInt = Field(1, description="Trainer ranks.")
     driver_lease_s: PositiveFloat = Field(60.0, description="Silence of the driver after which the pumps are parked.")
     driver_ttl_s: PositiveFloat = Field(900.0, description="Silence of the driver after which the runtime ends.")
+    max_resumes: NonNegativeInt = Field(
+        3,
+        description="How often in a row a `train` flow run that crashed, or lost its runtime, is started again by "
+        "itself without having published a new bundle; 0: never.",
+    )
     grace_s: PositiveFloat = Field(
         20.0,
         description="Longest time between a preemption notice (SIGTERM) or a cancel and the end of the runtime, for a "

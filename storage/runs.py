@@ -16,8 +16,9 @@ from storage.manifests import BrokenSlot, Manifest, read_log
 from storage.refusals import unsupported
 from storage.run_config import RunConfig
 from storage.run_record import RunRecord, read_run_record
+from storage.verdicts import Verdict
 
-_RUN_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+RUN_NAME = r"^[a-z0-9][a-z0-9._-]{0,62}$"
 _MARKS = re.compile(r"(?P<run>[^/]+)/(?:manifests/[^/]+|run\.json)")
 _OWNERS = {
     "trained": "trained_groups",
@@ -50,7 +51,7 @@ class RunSummary:
 
 def layout_of(run: str) -> RunLayout:
     """The layout of a run that was named by a person. Raises ConfigurationError for what can't be a run's name."""
-    if not _RUN_NAME.fullmatch(run):
+    if not re.fullmatch(RUN_NAME, run):
         raise ConfigurationError(
             f"'{run}' is no name of a run (small letters, digits, '.', '_' and '-'): give the `name` in its YAML file; "
             "`midflight runs` lists those of the store"
@@ -145,8 +146,8 @@ def saved_config(layout: RunLayout, bundle: Manifest) -> RunConfig:
         raise unsupported(layout.manifest(bundle.sequence), f"its configuration has {', '.join(keys)}") from error
 
 
-def bundle_facts(layout: RunLayout, log: Log, bundle: Manifest) -> dict[str, Any]:
-    """What the log says of one bundle, as plain values: nothing but its manifest is read. Times in Unix seconds."""
+def bundle_facts(layout: RunLayout, log: Log, bundle: Manifest, verdict: Verdict | None = None) -> dict[str, Any]:
+    """What log and newest verification say of one bundle, as plain values. Times in Unix seconds."""
     anchor = bundle.anchor
     retired = any(isinstance(slot, Manifest) and bundle.sequence in slot.retires for slot in log)
     cut_time = bundle.cut_time if bundle.cut_time is not None else bundle.created_at
@@ -167,5 +168,8 @@ def bundle_facts(layout: RunLayout, log: Log, bundle: Manifest) -> dict[str, Any
         "bytes": sum(entry.bytes for entry in bundle.files),
         "owners": {owner: bundle.counts.get(count, 0) for owner, count in _OWNERS.items()},
         "counts": dict(bundle.counts),
+        "verification": None
+        if verdict is None
+        else {"verified_at": verdict.verified_at, "drill": verdict.drill, "problem": verdict.problem},
         "files": [entry.model_dump(mode="json") for entry in bundle.files],
     }

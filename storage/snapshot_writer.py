@@ -61,6 +61,7 @@ class SnapshotWriter:
         self._layout = layout
         self._log = log
         self._placements: dict[str, Placement] = {}
+        self._unpublished: set[str] = set()
         self._newest_cut = 0.0
         self._lock = threading.Lock()
 
@@ -84,6 +85,7 @@ class SnapshotWriter:
             placements = self._place_rows(bundle.rows)
             draft = self._write_tables(bundle, placements)
             manifest = self._log.append(draft)
+            self._unpublished.clear()
             # A bundle that is published late does not know the rows of those that were cut after it.
             is_late = bundle.cut_time < self._newest_cut
             self._placements = {**self._placements, **placements} if is_late else placements
@@ -92,6 +94,7 @@ class SnapshotWriter:
 
     def _place_rows(self, rows: Mapping[str, RowHandle]) -> dict[str, Placement]:
         """Where each row lies, after writing those that lie nowhere yet."""
+        self._forget_lost_parts()
         placed = {row_id: self._placements[row_id] for row_id in self._reusable(rows)}
         for kind in RowKind:
             fresh = {row_id: row for row_id, row in rows.items() if row.kind is kind and row_id not in placed}
@@ -99,11 +102,19 @@ class SnapshotWriter:
                 continue
             entry, data, order = encode_part(fresh, self._layout, writer=self._log.writer)
             self._store.write(entry.path, data)
+            self._unpublished.add(entry.path)
             written = {row_id: Placement(entry, i, fresh[row_id].digest) for i, row_id in enumerate(order)}
             # Kept even if the publication fails: the part is durable, the next attempt refers to it.
             self._placements = {**self._placements, **written}
             placed.update(written)
         return placed
+
+    def _forget_lost_parts(self) -> None:
+        """Parts of an attempt that failed: a store that vanished in the middle of it may have taken them along."""
+        lost = {path for path in self._unpublished if not self._store.exists(path)}
+        if lost:
+            self._placements = {id_: place for id_, place in self._placements.items() if place.part.path not in lost}
+            self._unpublished -= lost
 
     def _reusable(self, rows: Mapping[str, RowHandle]) -> list[str]:
         """Rows that lie in a part of which enough is still alive."""

@@ -68,7 +68,10 @@ class StopCost:
 
 
 def stop_cost(store: Store, layout: RunLayout) -> list[StopCost]:
-    """One entry for each life of the run after its first, in order, from the trace and the manifest log."""
+    """One entry for each life of the run after its first, in order, from the trace and the manifest log.
+
+    Durations between two processes are 0 where their clocks contradict the order of the log.
+    """
     history = History(read_events(store, layout), read_log(store, layout))
     lost_from: dict[str, float] = {}
     return [_cost(history, number, lost_from) for number in range(1, len(history.lives))]
@@ -92,9 +95,9 @@ def _cost(history: History, number: int, lost_from: dict[str, float]) -> StopCos
         sequence=sequence,
         step=restored["step"],
         stopped_at=stopped_at,
-        down_s=life.started_at - stopped_at,
+        down_s=max(life.started_at - stopped_at, 0.0),
         to_first_dispatch_s=_to_first_dispatch(life),
-        lost_s=stopped_at - cut_time,
+        lost_s=max(stopped_at - cut_time, 0.0),
         thrown_away_s=sum(cut_time - dispatched for dispatched in running.values()),
         groups_reused=buffered,
         groups_unfinished=counts["ledger_groups"],

@@ -1,9 +1,7 @@
 """The exactly-once audit of a run that lies in a store: its configuration and dataset are taken from there too."""
 
-import asyncio
 from collections.abc import Callable, Sequence
 
-from gpu_workers.controller.barrier import DataPlaneBarrier
 from gpu_workers.controller.prompt_source import PromptSource
 from gpu_workers.environments.tasks import build_task
 from storage.audit import Audit, account
@@ -11,14 +9,13 @@ from storage.errors import NoRestorableState
 from storage.filesystem import Store
 from storage.layout import RunLayout
 from storage.manifests import Manifest
-from storage.records import SourcePosition
 from storage.run_config import DataConfig, RunConfig
-from tasks.bundle_checks import log_of
+from storage.runs import log_of_run
 
 
 def config_of(store: Store, layout: RunLayout) -> RunConfig:
     """The configuration in the newest bundle of a run. Raises NotFound, NoRestorableState (nothing published yet)."""
-    for slot in reversed(log_of(store, layout)):
+    for slot in reversed(log_of_run(store, layout)):
         if isinstance(slot, Manifest) and slot.config:
             return RunConfig.model_validate(slot.config)
     raise NoRestorableState(f"run '{layout.run}' in {store.url} has published no bundle yet: nothing to account for")
@@ -30,13 +27,9 @@ def audit(store: Store, layout: RunLayout) -> Audit:
 
 
 def prompt_order(data: DataConfig) -> Callable[[int], Sequence[int]]:
-    """The prompt ids of an epoch in the order in which the run's own prompt source hands them out."""
-    dataset = build_task(data)
+    """The prompt ids of an epoch in the order in which the run's own prompt source hands them out.
 
-    async def taken(epoch: int) -> list[int]:
-        source = PromptSource(dataset, num_epochs=epoch + 1, seed=data.seed, shuffle=data.shuffle)
-        source.seek(SourcePosition(epoch=epoch))
-        async with DataPlaneBarrier().mutation("audit") as mutation:
-            return [prompt.prompt_id for prompt in source.take(mutation, len(dataset))]
-
-    return lambda epoch: asyncio.run(taken(epoch))
+    Raises: ConfigurationError for a task that isn't known here.
+    """
+    source = PromptSource(build_task(data), num_epochs=data.num_epochs, seed=data.seed, shuffle=data.shuffle)
+    return source.ordinals

@@ -11,8 +11,14 @@ from urllib.parse import urlsplit
 
 import ray
 
-from gpu_workers.runtime_names import CONTROLLER, namespace_of
-from storage.errors import ConfigurationError, InfrastructureFailure, MidflightError, StaleIncarnation
+from gpu_workers.runtime_names import CONTROLLER, CONTROLLER_ANSWERS_S, namespace_of
+from storage.errors import (
+    ConfigurationError,
+    ControllerSilent,
+    InfrastructureFailure,
+    MidflightError,
+    StaleIncarnation,
+)
 from storage.run_config import RunConfig
 from tasks.retries import domain_error
 from tasks.runtime import RuntimeStatus
@@ -21,11 +27,16 @@ CONNECT_DEADLINE_S = 10.0
 
 
 class RayRuntime:
-    """The runtime of one run in the Ray cluster of RAY_ADDRESS. `cache` holds tiny models."""
+    """The runtime of one run in the Ray cluster of RAY_ADDRESS. `cache` holds tiny models.
 
-    def __init__(self, run: str, *, cache: Path) -> None:
+    Calls are made on behalf of `driver`, and refused once it does not drive the run any more; None is a caller that
+    never does, such as a snapshot on request.
+    """
+
+    def __init__(self, run: str, *, cache: Path, driver: str | None = None) -> None:
         self._run = run
         self._cache = cache
+        self._driver = driver
 
     @property
     def run(self) -> str:
@@ -40,27 +51,33 @@ class RayRuntime:
             return None
         try:
             with translated_errors(self.run):
-                described = await controller.describe.remote()
+                described = await asyncio.wait_for(controller.describe.remote(), CONTROLLER_ANSWERS_S)
+        except TimeoutError as error:
+            raise ControllerSilent(
+                f"the controller of run {self.run} does not answer within {CONTROLLER_ANSWERS_S:.0f} s: wait, or "
+                "replace it with `midflight train --take-over`, which restores what it published"
+            ) from error
         except StaleIncarnation:  # killed, but still listed
             return None
         known = RuntimeStatus.__dataclass_fields__
         return RuntimeStatus(**{name: value for name, value in described.items() if name in known})
 
-    async def launch(self, config: RunConfig, incarnation: str) -> None:
+    async def launch(self, config: RunConfig, incarnation: str, *, take_over: bool = False) -> None:
         """Make the model if it is missing, then start controller and workers."""
         await asyncio.to_thread(connect)
+        launcher = self._driver or _this_process()
         with translated_errors(self.run):
-            await asyncio.to_thread(_launch, config, incarnation, self._cache)
+            await asyncio.to_thread(_launch, config, incarnation, self._cache, launcher, take_over)
 
-    async def end(self) -> None:
-        """End controller and workers, whatever their state."""
+    async def end(self, incarnation: str) -> None:
+        """End controller and workers of one incarnation, whatever their state."""
         await asyncio.to_thread(connect)
         with translated_errors(self.run):
-            await asyncio.to_thread(_end, self.run)
+            await asyncio.to_thread(_end, self.run, incarnation, self._driver or _this_process())
 
-    async def attach(self, driver: str) -> None:
+    async def attach(self, driver: str, *, take_over: bool = False) -> None:
         """Become the driver."""
-        await self._call("attach_driver", driver)
+        await self._call("attach_driver", driver, take_over)
 
     async def detach(self, driver: str) -> None:
         """Stop being the driver."""
@@ -70,19 +87,24 @@ class RayRuntime:
         """Tell the controller that its driver lives."""
         await self._call("heartbeat", driver)
 
+    async def read_logs(self) -> Mapping[str, Any]:
+        """What the run's processes have logged since the last call."""
+        result: Mapping[str, Any] = await self._call("read_logs")
+        return result
+
     async def restore_link(self, link: str, plan: Mapping[str, Any], incarnation: str) -> dict[str, Any]:
         """Reset and apply one link of the restore chain."""
-        result: dict[str, Any] = await self._call("restore_link", link, dict(plan), incarnation)
+        result: dict[str, Any] = await self._call("restore_link", link, dict(plan), incarnation, self._driver)
         return result
 
     async def train_steps(self, first: int, last: int, incarnation: str) -> list[dict[str, Any]]:
         """Reports of the steps `first` to `last`."""
-        result: list[dict[str, Any]] = await self._call("train_steps", first, last, incarnation)
+        result: list[dict[str, Any]] = await self._call("train_steps", first, last, incarnation, self._driver)
         return result
 
     async def attempt_snapshot(self, number: int, *, force: bool, incarnation: str) -> dict[str, Any]:
         """One numbered snapshot attempt."""
-        result: dict[str, Any] = await self._call("attempt_snapshot", number, force, incarnation)
+        result: dict[str, Any] = await self._call("attempt_snapshot", number, force, incarnation, self._driver)
         return result
 
     async def checkpoint(self, *, incarnation: str) -> dict[str, Any]:
@@ -92,12 +114,12 @@ class RayRuntime:
 
     async def close(self, *, snapshot: bool) -> dict[str, Any]:
         """Stop the pumps."""
-        result: dict[str, Any] = await self._call("close", snapshot)
+        result: dict[str, Any] = await self._call("close", snapshot, self._driver)
         return result
 
     async def preempt(self, reason: str) -> None:
         """Publish what is in flight, then end controller and workers."""
-        await self._call("preempt", reason)
+        await self._call("preempt", reason, self._driver)
 
     async def _call(self, verb: str, *arguments: Any) -> Any:
         await asyncio.to_thread(connect)
@@ -117,18 +139,23 @@ class RayRuntime:
             return None
 
 
-def _launch(config: RunConfig, incarnation: str, cache: Path) -> None:
+def _launch(config: RunConfig, incarnation: str, cache: Path, launcher: str, take_over: bool) -> None:
     # torch and the workers' code take seconds to import, and only a launch needs them.
     from gpu_workers.launch import launch_runtime
     from gpu_workers.models.tiny import ensure_model
 
-    launch_runtime(config, incarnation=incarnation, model_dir=ensure_model(config, cache))
+    model_dir = ensure_model(config, cache)
+    launch_runtime(config, incarnation=incarnation, model_dir=model_dir, launcher=launcher, take_over=take_over)
 
 
-def _end(run: str) -> None:
+def _end(run: str, incarnation: str, caller: str) -> None:
     from gpu_workers.launch import end_runtime
 
-    end_runtime(run)
+    end_runtime(run, incarnation=incarnation, caller=caller)
+
+
+def _this_process() -> str:
+    return f"pid {os.getpid()} on {socket.gethostname()}"
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Artifacts in the Prefect UI: progress, reward curve, last steps, restore report. They never fail a step."""
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
@@ -17,7 +18,8 @@ from prefect.artifacts import (
 from prefect.exceptions import PrefectException
 
 from tasks.live_artifact import LiveArtifact
-from tasks.reward_curve import data_uri, reward_curve_svg, thinned
+from tasks.reward_curve import by_step, data_uri, reward_curve_svg
+from tasks.run_progress import RunProgress
 
 LAST_STEPS = 20
 # The artifacts of a run cost the server more than its task runs do, so that they are not refreshed at every step.
@@ -36,16 +38,26 @@ async def best_effort(what: str, creation: Awaitable[Any]) -> Any:
         return None
 
 
+def artifact_key(name: str, run: str) -> str:
+    """The key of a run's artifact: Prefect allows small letters, digits and dashes. Runs don't share a history."""
+    return f"{name}-{re.sub(r'[^a-z0-9]+', '-', run)}".rstrip("-")
+
+
 class TrainingReport:
-    """The artifacts of one `train` flow run: brought up to date every REFRESH_S seconds at most, and by `finish`."""
+    """The artifacts of one `train` flow run: brought up to date every REFRESH_S seconds at most, and by `finish`.
+
+    Each is stored once and then replaced, so that a run of any length leaves as many rows in Prefect's database as a
+    short one.
+    """
 
     def __init__(
-        self, run: str, *, max_steps: int, earlier: Sequence[tuple[int, float]], refresh_s: float | None = None
+        self, run: str, *, max_steps: int, earlier: RunProgress | None = None, refresh_s: float | None = None
     ) -> None:
         self._run = run
         self._max_steps = max_steps
         self._refresh_s = REFRESH_S if refresh_s is None else refresh_s
-        self._rewards = dict(earlier)
+        self._rewards = dict(earlier.rewards) if earlier is not None else {}
+        self._ages = dict(earlier.batch_ages) if earlier is not None else {}
         self._last: list[Report] = []
         self._due_at = 0.0
         self._is_current = True
@@ -57,6 +69,7 @@ class TrainingReport:
         if not steps:
             return
         self._rewards.update((int(r["step"]), float(r["rewards_mean"])) for r in steps)
+        self._ages.update((int(r["step"]), float(r["batch_age"])) for r in steps if "batch_age" in r)
         self._last = [*self._last, *steps][-LAST_STEPS:]
         self._is_current = False
         if time.monotonic() >= self._due_at:
@@ -67,12 +80,19 @@ class TrainingReport:
         if self._is_current:
             return
         self._is_current, self._due_at = True, time.monotonic() + self._refresh_s
+        run = self._run
         percent = min(100.0, 100.0 * int(self._last[-1]["step"]) / self._max_steps)
-        progress = ProgressArtifact(key="train-progress", progress=percent, description=f"Train steps of {self._run}")
-        svg = reward_curve_svg(self._run, thinned(sorted(self._rewards.items())))
-        curve = ImageArtifact(key="reward-curve", image_url=data_uri(svg), description=f"Mean reward of {self._run}")
+        progress = ProgressArtifact(
+            key=artifact_key("train-progress", run), progress=percent, description=f"Train steps of {run}"
+        )
+        svg = reward_curve_svg(run, by_step(self._rewards), by_step(self._ages))
+        curve = ImageArtifact(
+            key=artifact_key("reward-curve", run),
+            image_url=data_uri(svg),
+            description=f"Mean reward and batch age of {run}",
+        )
         rows = [step_row(report) for report in self._last]
-        table = TableArtifact(key="last-steps", table=rows, description=f"Newest steps of {self._run}")
+        table = TableArtifact(key=artifact_key("last-steps", run), table=rows, description=f"Newest steps of {run}")
         await best_effort("train-progress", self._progress.show(progress))
         await best_effort("reward-curve", self._curve.show(curve))
         await best_effort("last-steps", self._table.show(table))
@@ -109,6 +129,15 @@ def restore_markdown(
             "| verified | |",
             "|---|---|",
             *(f"| {name.replace('_', ' ')} | {value:,} |" for name, value in verified.items()),
+            "",
+            "## Plan and what came of it",
+            "",
+            "| | planned | restored |",
+            "|---|---|---|",
+            *(
+                f"| {what} | {planned:,} | {actual:,} |"
+                for what, planned, actual in plan_against_actual(selected, links)
+            ),
         ]
     if selected["passed_over"]:
         lines += ["", "## Passed over", ""]
@@ -118,20 +147,97 @@ def restore_markdown(
     return "\n".join(lines) + "\n"
 
 
+def plan_against_actual(selected: Report, links: Mapping[str, Report]) -> list[tuple[str, int, int]]:
+    """What the chosen bundle's manifest promises to give back, and what the links say they restored."""
+    counts, buffer, ledger = selected["counts"], links.get("replay_buffer", {}), links.get("ledger", {})
+    reusable = counts.get("reusable_siblings", 0)
+    return [
+        ("finished groups, reused", counts.get("buffered_groups", 0), buffer.get("groups", 0)),
+        ("unfinished groups, continued", counts.get("ledger_groups", 0), ledger.get("groups_unfinished", 0)),
+        ("sealed siblings, reused", reusable, ledger.get("siblings_reused", 0)),
+        ("siblings, run again", counts.get("siblings", 0) - reusable, ledger.get("siblings_rerun", 0)),
+        ("tokens of sealed siblings, kept", counts.get("reusable_tokens", 0), ledger.get("tokens_kept", 0)),
+        ("spare prompts", counts.get("spare_prompts", 0), links.get("spare_prompts", {}).get("spares", 0)),
+    ]
+
+
 async def publish_restore_report(markdown: str, run: str) -> None:
     """Store the restore report."""
     await best_effort(
         "restore-report",
-        acreate_markdown_artifact(markdown, key="restore-report", description=f"What {run} was restored from"),
+        acreate_markdown_artifact(
+            markdown, key=artifact_key("restore-report", run), description=f"What {run} was restored from"
+        ),
     )
 
 
-async def publish_verification(rows: Sequence[Report], run: str) -> None:
-    """Store the table of verified bundles."""
-    table = [{**row, "problem": row["problem"] or "none"} for row in rows]
+async def publish_run_report(
+    run: str, progress: RunProgress, stops: Sequence[Mapping[str, object]], audit: Mapping[str, object]
+) -> None:
+    """Store a run's curves, what each stop cost, and the facts of its audit."""
+    svg = reward_curve_svg(run, by_step(progress.rewards), by_step(progress.batch_ages))
+    curves = ImageArtifact(
+        key=artifact_key("report-curves", run), image_url=data_uri(svg), description=f"Reward and batch age of {run}"
+    )
+    await best_effort("report-curves", curves.acreate())
+    rows = [{name: value if value is not None else "" for name, value in stop.items()} for stop in stops]
+    await best_effort(
+        "report-stops",
+        acreate_table_artifact(
+            rows, key=artifact_key("report-stops", run), description=f"What each stop of {run} cost"
+        ),
+    )
+    await best_effort(
+        "report-audit",
+        acreate_table_artifact(
+            [{"fact": name, "value": value} for name, value in audit.items()],
+            key=artifact_key("report-audit", run),
+            description=f"Exactly-once audit of {run}",
+        ),
+    )
+
+
+async def publish_verification(rows: Sequence[Report], run: str | None, store_url: str) -> None:
+    """Store the table of verified bundles of a run or (`run` is None) a store."""
+    columns = ("run", "sequence", "kind", "step", "rows", "bytes")
+    table = [
+        {**{name: row.get(name) for name in columns}, "result": _result(row), "note": row.get("note", "")}
+        for row in rows
+    ]
     await best_effort(
         "verification",
-        acreate_table_artifact(table, key="verification", description=f"Every bundle of {run}, read and compared"),
+        acreate_table_artifact(
+            table,
+            key=artifact_key("verification", run or ""),
+            description=f"Every bundle of {run or store_url}, read and compared",
+        ),
+    )
+
+
+def _result(row: Report) -> str:
+    whole = "as published, and restored" if row.get("drilled") else "as published"
+    return str(row["problem"]) or whole
+
+
+async def publish_pruning(found: Sequence[Report], run: str | None, store_url: str, *, applied: bool) -> None:
+    """Store the table of what retention freed, or would free."""
+    table: list[dict[str, Any]] = []
+    for plan in found:
+        row = {"run": plan["run"]}
+        if "left_alone" in plan:
+            table.append({**row, "note": plan["left_alone"]})
+            continue
+        done, files = plan["done"], plan["files"]
+        row |= {reason: sum(file["reason"] == reason for file in files) for reason in ("retired", "unreachable")}
+        row |= {"bytes": plan["bytes"], "retires": ", ".join(map(str, plan["retires"])) or "none"}
+        note = "; ".join(done["problems"]) if done else "may be live" * bool(plan["may_be_live"])
+        table.append({**row, "deleted": len(done["deleted"]) if done else 0, "note": note})
+    what = "Freed" if applied else "A dry run: what would be freed"
+    await best_effort(
+        "retention",
+        acreate_table_artifact(
+            table, key=artifact_key("retention", run or ""), description=f"{what} in {run or store_url}"
+        ),
     )
 
 

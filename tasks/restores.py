@@ -64,6 +64,7 @@ async def select_bundle(config: RunConfig) -> dict[str, Any]:
         "cut_time": None if selection.target is None else selection.target.cut_time,
         "counts": {} if selection.target is None else dict(selection.target.counts),
         "passed_over": [[sequence, reason] for sequence, reason in selection.passed_over],
+        "warnings": list(selection.warnings),
     }
 
 

@@ -28,6 +28,12 @@ def is_retryable(error: BaseException) -> bool:
     return cause is not None and cause.retryable
 
 
+def is_mended_by_resume(error: BaseException) -> bool:
+    """Whether a new start, on a new runtime or after a while, can go on where this one ended."""
+    cause = domain_error(error)
+    return cause is not None and cause.mended_by_resume
+
+
 def retry_condition(_task: Any, _task_run: Any, state: Any) -> bool:
     """Prefect's `retry_condition_fn`."""
     error = state.data

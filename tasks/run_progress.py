@@ -42,12 +42,13 @@ class TraceFollower:
 
 @dataclass(slots=True)
 class RunProgress:
-    """Rewards by step, snapshots and restores of a run. Steps that a restore undid are forgotten.
+    """Rewards and batch ages by step, snapshots and restores of a run. Steps that a restore undid are forgotten.
 
     `replayed` counts steps that were rolled back and trained again from their recorded batches.
     """
 
     rewards: dict[int, float] = field(default_factory=dict)
+    batch_ages: dict[int, float] = field(default_factory=dict)
     snapshots: int = 0
     checkpoints: int = 0
     replayed: int = 0
@@ -70,6 +71,7 @@ class RunProgress:
             match event["event"]:
                 case "train_step":
                     self.rewards[int(event["step"])] = float(event["rewards_mean"])
+                    self.batch_ages[int(event["step"])] = float(event.get("batch_age", 0.0))
                     self.replayed += bool(event.get("replayed"))
                 case "checkpoint_published":
                     self.checkpoints += 1
@@ -80,6 +82,7 @@ class RunProgress:
                 case "checkpoint_restored":
                     self.last_restore = event
                     self.rewards = {s: r for s, r in self.rewards.items() if s <= int(event["step"])}
+                    self.batch_ages = {s: a for s, a in self.batch_ages.items() if s <= int(event["step"])}
 
 
 def progress_of(store: Store, run: str) -> RunProgress:

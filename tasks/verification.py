@@ -1,4 +1,4 @@
-"""Verification of a run's store as a task."""
+"""Verification of a store as tasks, one for each run."""
 
 import asyncio
 from dataclasses import asdict
@@ -7,26 +7,47 @@ from typing import Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from storage.errors import NotFound
 from storage.filesystem import open_store
-from storage.layout import RunLayout
 from storage.run_config import StoreConfig
-from tasks.bundle_checks import check_run
+from storage.runs import layout_of
+from tasks.bundle_checks import runs_of, verify_run
+from tasks.restore_drill import Drill
 from tasks.retries import RETRIES, RETRY_DELAYS_S, retry_condition
 
 
 @task(
-    name="verify-store",
+    name="list-runs",
     persist_result=False,
     cache_policy=NO_CACHE,
     retries=RETRIES,
     retry_delay_seconds=RETRY_DELAYS_S,
     retry_condition_fn=retry_condition,
 )
-async def verify_store(run: str, store: StoreConfig) -> list[dict[str, Any]]:
-    """`check_run` as plain dicts, one per bundle. Corruption is reported, not raised."""
+async def list_runs(store: StoreConfig, *, may_be_empty: bool) -> list[str]:
+    """The runs of a store. Raises NotFound when it holds none, unless it `may_be_empty`: a home that is new."""
+    try:
+        return await asyncio.to_thread(lambda: runs_of(open_store(store.url, deadline_s=store.deadline_s)))
+    except NotFound:
+        if may_be_empty:
+            return []
+        raise
 
-    def check() -> list[dict[str, Any]]:
+
+@task(
+    name="verify-run",
+    task_run_name="verify-{run}",
+    persist_result=False,
+    cache_policy=NO_CACHE,
+    retries=RETRIES,
+    retry_delay_seconds=RETRY_DELAYS_S,
+    retry_condition_fn=retry_condition,
+)
+async def verify_stored_run(run: str, store: StoreConfig, *, drill: bool, record: bool) -> dict[str, Any]:
+    """`verify_run` as plain values: `run`, `checks`, `warnings`. Corruption is reported, not raised."""
+
+    def verify() -> dict[str, Any]:
         opened = open_store(store.url, deadline_s=store.deadline_s)
-        return [asdict(found) for found in check_run(opened, RunLayout(run))]
+        return asdict(verify_run(opened, layout_of(run), drill=Drill() if drill else None, record=record))
 
-    return await asyncio.to_thread(check)
+    return await asyncio.to_thread(verify)

@@ -1,5 +1,6 @@
 """What tests of several packages share: a store whose calls fail or wait, a runtime without Ray, made-up prompts."""
 
+import asyncio
 import hashlib
 import json
 import threading
@@ -119,6 +120,8 @@ class FakeRuntime:
         self.end_of_data_after: int | None = None
         self.durable_after: dict[int, int] = {}
         self.checkpoint_failure: str | None = None
+        self.logs: dict[str, Any] = {"records": [], "lost": 0}
+        self.launching = False
         self._errors: dict[str, list[BaseException]] = {}
 
     @property
@@ -136,6 +139,8 @@ class FakeRuntime:
     async def status(self) -> Any:
         from tasks.runtime import RuntimeStatus  # Prefect is imported only where it is tested
 
+        if self._errors.get("status"):
+            raise self._errors["status"].pop(0)
         if self.live is None:
             return None
         config = self.live["config"]
@@ -150,19 +155,25 @@ class FakeRuntime:
             config_fingerprint=identity(config).fingerprint,
         )
 
-    async def launch(self, config: RunConfig, incarnation: str) -> None:
-        self._note("launch")
+    async def launch(self, config: RunConfig, incarnation: str, *, take_over: bool = False) -> None:
+        self._note("launch by take-over" if take_over else "launch")
+        if self.launching or self.live is not None:
+            raise RunAlreadyLive("run is being started")
+        self.launching = True
+        await asyncio.sleep(0)
+        self.launching = False
         self.config = config
         self.start(incarnation, state="empty")
 
-    async def end(self) -> None:
+    async def end(self, incarnation: str) -> None:
         self._note("end")
-        self.live = None
+        if self.live is not None and self.live["incarnation"] == incarnation:
+            self.live = None
 
-    async def attach(self, driver: str) -> None:
-        self._note("attach")
+    async def attach(self, driver: str, *, take_over: bool = False) -> None:
+        self._note("attach by take-over" if take_over else "attach")
         live = self._living()
-        if live["driver"] not in (None, driver):
+        if live["driver"] not in (None, driver) and not take_over:
             raise RunAlreadyLive(f"run is driven by {live['driver']}")
         live["driver"] = driver
 
@@ -173,6 +184,10 @@ class FakeRuntime:
 
     async def heartbeat(self, driver: str) -> None:
         self._note("heartbeat")
+
+    async def read_logs(self) -> Mapping[str, Any]:
+        logs, self.logs = self.logs, {"records": [], "lost": 0}
+        return logs
 
     async def restore_link(self, link: str, plan: Mapping[str, Any], incarnation: str) -> dict[str, Any]:
         self._note(f"link {link}")
@@ -200,7 +215,8 @@ class FakeRuntime:
 
     async def close(self, *, snapshot: bool) -> dict[str, Any]:
         self._note(f"close snapshot={snapshot}")
-        return {"state": "ended", "checkpoint_failure": self.checkpoint_failure}
+        incarnation = self._living()["incarnation"]
+        return {"state": "ended", "incarnation": incarnation, "checkpoint_failure": self.checkpoint_failure}
 
     async def preempt(self, reason: str) -> None:
         self._note("preempt")

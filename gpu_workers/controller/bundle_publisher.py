@@ -8,7 +8,7 @@ and rows; everything slow happens after it, off the event loop.
 
 import asyncio
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -21,6 +21,8 @@ from storage.rows import RowHandle
 from storage.snapshot_writer import CapturedBundle
 
 T = TypeVar("T")
+
+_SMALLEST_STEP_S = 1e-6
 
 
 class BundleStore(Protocol):
@@ -73,13 +75,22 @@ class Captured:
 class BundlePublisher:
     """Owns the save lock and the newest durable anchor. Every other method is for the holder of the lock."""
 
-    def __init__(self, parts: RolloutParts, bundles: BundleStore, *, identity: str) -> None:
+    def __init__(
+        self,
+        parts: RolloutParts,
+        bundles: BundleStore,
+        *,
+        identity: str,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._wall_clock = wall_clock
         self._parts = parts
         self._bundles = bundles
         self._identity = identity
         self._fingerprint = parts.source.dataset.fingerprint()
         self.lock = asyncio.Lock()
         self._durable = Anchor.bootstrap(identity)
+        self._newest_cut = 0.0
 
     @property
     def durable(self) -> Anchor:
@@ -101,7 +112,7 @@ class BundlePublisher:
         """
         parts, asked = self._parts, time.perf_counter()
         async with parts.barrier.cut("snapshot") as cut:
-            entered, cut_time = time.perf_counter(), time.time()
+            entered, cut_time = time.perf_counter(), self._next_cut_time()
             if parts.state.failure is not None:
                 raise parts.state.failure
             state = self._copy_state(cut, model_step)
@@ -114,6 +125,11 @@ class BundlePublisher:
             rows = {row_id: row for row_id, row in rows.items() if row_id not in durable_rows}
         wait_ms, cut_ms = (entered - asked) * 1000, (left - entered) * 1000
         return Captured(state, rows, trainer_step, cut_time, version, wait_ms, cut_ms, claimed)
+
+    def _next_cut_time(self) -> float:
+        """Now; after a clock that was set back, just behind the cut before: later cuts have later times."""
+        self._newest_cut = max(self._wall_clock(), self._newest_cut + _SMALLEST_STEP_S)
+        return self._newest_cut
 
     def _copy_state(self, cut: Cut, model_step: int) -> RolloutState:
         parts = self._parts

@@ -66,6 +66,10 @@ class PromptSource:
             self._position = SourcePosition(epoch + 1, 0) if last else SourcePosition(epoch, offset + 1)
         return taken
 
+    def ordinals(self, epoch: int) -> list[int]:
+        """The prompt ids of one epoch in the order in which they are handed out."""
+        return [int(ordinal) for ordinal in self._epoch_order(epoch)]
+
     def load(self, ref: PromptRef) -> Prompt:
         """Read a prompt again by id. Raises `DatasetChanged` naming the id and both hashes, or the missing ordinal."""
         if not 0 <= ref.prompt_id < len(self.dataset):

@@ -17,6 +17,7 @@ from gpu_workers.generation.engine_weights import EngineWeights
 from gpu_workers.generation.running_calls import RunningCalls
 from gpu_workers.generation.sibling_runner import SiblingRunner
 from gpu_workers.generation.wire import Message, pack
+from gpu_workers.worker_logs import forward_logs
 from storage.run_config import RunConfig
 
 # One event loop serves everything (vLLM's client is bound to it), so there are no concurrency groups, which would
@@ -29,6 +30,7 @@ class GeneratorActor:
 
     def __init__(self, config: RunConfig, model_dir: Path, index: int) -> None:
         """Starts the engine (9 to 15 s on the CPU) on a Hugging Face folder, whose weights count as version 0."""
+        forward_logs(config.name, f"generator {index}")
         task = build_task(config.data)
         self._name = f"generator {index}"
         self._index = index

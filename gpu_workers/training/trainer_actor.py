@@ -22,6 +22,7 @@ from gpu_workers.training.step_sequence import StepSequence
 from gpu_workers.training.train_step import TrainStep
 from gpu_workers.training.trainer_checkpoint import read_state, write_state
 from gpu_workers.training.weights import WeightsFolder, weights_sha256
+from gpu_workers.worker_logs import forward_logs
 from storage.checkpoints import CheckpointFiles
 from storage.filesystem import open_store
 from storage.manifests import FileEntry
@@ -46,6 +47,7 @@ class TrainerActor:
         incarnation: str,
         rendezvous: str | None = None,
     ) -> None:
+        forward_logs(config.name, f"trainer {rank}")
         self._incarnation = incarnation
         self._device = prepare_device(config)
         self._ranks = join_ranks(rank, world_size, rendezvous=rendezvous, device=self._device)

@@ -35,6 +35,8 @@ from storage.run_config import RunConfig
 from storage.schemas import STAGED_CALLS, row_digest
 from storage.snapshot_reader import RestoredBundle
 from storage.state_checks import defects
+from tasks.bundle_checks import verify_run
+from tasks.restore_drill import Drill
 
 _MEMORY_DISK = "/dev/shm"  # noqa: S108
 
@@ -347,6 +349,7 @@ class World:
         for _, trace in self.lives:
             lines = "\n".join(json.dumps(event) for event in trace.events)
             self.store.write(self.layout.trace(trace.run_process), f"{lines}\n".encode())
+        assert not verify_run(self.store, self.layout, drill=Drill(lambda _: self.dataset), record=False).bad
         prompts = self._first(len(self.dataset) * self.config.data.num_epochs)
         return account(self.store, self.layout, order=lambda e: [p.prompt_id for p in prompts if p.epoch == e])
 

@@ -194,6 +194,37 @@ async def test_a_failed_restore_leaves_an_empty_controller_that_can_restore_agai
     await world.kill()
 
 
+@pytest.mark.parametrize("failing", LINKS)
+async def test_a_link_that_is_applied_and_fails_three_times_in_a_row_leaves_nothing_that_a_good_one_would_not(
+    make_world, monkeypatch, failing
+):
+    world, _ = await _killed_in_the_middle(make_world)
+    digests = []
+    for failures in (0, 3):
+        controller, plan = world.boot(), world.plan()
+        world.generator.held = lambda group_id, index: True
+        apply, lost = controller._restorer._links[failing], [StoreUnavailable("no answer")] * failures
+
+        async def apply_and_fail(bundle, plan, apply=apply, lost=lost):
+            reply = await apply(bundle, plan)
+            if lost:
+                raise lost.pop()
+            return reply
+
+        monkeypatch.setitem(controller._restorer._links, failing, apply_and_fail)
+        for link in LINKS:
+            for _ in range(failures if link == failing else 0):
+                with pytest.raises(StoreUnavailable):
+                    await controller.restore_link(link, plan)
+            await controller.restore_link(link, plan)
+            assert world.generator.orders == [], "nothing runs before the last link"
+        await controller.restore_link("redispatch", plan)
+        outcome = await controller.attempt_snapshot(1, force=True)  # its cut comes before the pump's first turn
+        digests.append(world.bundles.manifest(outcome.sequence).logical_digest)
+        await world.kill()
+    assert digests[0] == digests[1]
+
+
 async def test_scenario_56_crash_resume_crash_again_before_any_step_resume(make_world):
     world, _ = await _killed_in_the_middle(make_world)
     for number in (1, 2, 3):

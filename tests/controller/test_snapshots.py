@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from gpu_workers.controller.bundle_publisher import BundlePublisher
 from gpu_workers.controller.checkpoint_schedule import Trigger
 from storage.errors import BrokenInvariant, Fenced, StoreOutcomeUnknown, StoreUnavailable
 
@@ -293,4 +294,15 @@ async def test_a_write_that_outlives_its_killed_controller_is_published_before_t
     await world.train(1, 3)
     assert sorted(g for groups in world.history().values() for g in groups)
     assert controller.parts.state.train_steps == 3
+    await world.kill()
+
+
+async def test_cuts_of_one_controller_have_rising_times_even_if_its_clock_is_set_back(make_world):
+    world = make_world()
+    controller = await world.start()
+    times = iter((1000.0, 400.0, 400.0, 2000.0))
+    publisher = BundlePublisher(controller.parts, world.bundles, identity="i", wall_clock=lambda: next(times))
+    cuts = [(await publisher.capture(model_step=0)).cut_time for _ in range(4)]
+    assert (cuts[0], cuts[3]) == (1000.0, 2000.0)
+    assert 1000.0 < cuts[1] < cuts[2] < 1000.001
     await world.kill()

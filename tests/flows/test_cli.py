@@ -66,8 +66,8 @@ def test_a_store_that_cannot_be_written_is_refused_before_anything_is_started(ru
     assert not (tmp_path / "home" / "services").exists()
 
 
-@pytest.mark.parametrize("setting", ["data.task=sort9", "policy.model=/no/model"])
-def test_an_unknown_task_or_model_is_refused_before_anything_is_started(run_main, tmp_path, setting):
+@pytest.mark.parametrize("setting", ["data.task=sort9", "policy.model=/no/model", "store.url=nowhere://bucket"])
+def test_an_unknown_task_model_or_scheme_of_a_store_is_refused_before_anything_is_started(run_main, tmp_path, setting):
     (tmp_path / "run.yaml").write_text("name: run\n")
     code, shown = run_main("train", str(tmp_path / "run.yaml"), "--set", setting)
     assert code == MISTAKE

@@ -7,8 +7,9 @@ import pytest
 import yaml
 
 from flows.deployments import PREFECT_FILE, TRAIN
+from flows.restore import RESTORE_DEPLOYMENT
+from flows.resume_guard import RESUME_GUARD
 from flows.service_state import WORK_POOL
-from flows.train import RESTORE_DEPLOYMENT
 
 DEPLOYMENTS = yaml.safe_load(PREFECT_FILE.read_text())["deployments"]
 
@@ -25,5 +26,25 @@ def test_a_deployment_is_an_async_flow_of_its_name_by_module(deployment):
 
 def test_the_deployments_that_are_called_exist():
     names = {f"{deployment['name']}/{deployment['name']}" for deployment in DEPLOYMENTS}
-    assert {TRAIN, RESTORE_DEPLOYMENT} <= names
-    assert names == {"train/train", "restore/restore", "snapshot/snapshot", "checkpoint/checkpoint", "verify/verify"}
+    assert {TRAIN, RESTORE_DEPLOYMENT, RESUME_GUARD} <= names
+    expected = "train", "restore", "snapshot", "checkpoint", "verify", "prune", "report", "resume-guard"
+    assert names == {f"{name}/{name}" for name in expected}
+
+
+def test_what_is_scheduled_deletes_nothing_and_never_piles_up():
+    scheduled = {deployment["name"]: deployment for deployment in DEPLOYMENTS if "schedules" in deployment}
+    assert set(scheduled) == {"verify", "prune"}
+    assert all(
+        deployment["concurrency_limit"]["collision_strategy"] == "CANCEL_NEW" for deployment in scheduled.values()
+    )
+    assert "parameters" not in scheduled["prune"], "by default it is a dry run"
+
+
+def test_the_guard_is_started_by_a_crash_and_by_silence_of_train():
+    guard = next(deployment for deployment in DEPLOYMENTS if deployment["name"] == "resume-guard")
+    crash, silence = guard["triggers"]
+    assert crash["expect"] == ["prefect.flow-run.Crashed"]
+    assert silence["posture"] == "Proactive"
+    train = next(deployment for deployment in DEPLOYMENTS if deployment["name"] == "train")
+    heartbeat_s = int(train["work_pool"]["job_variables"]["env"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"])
+    assert silence["within"] > 3 * heartbeat_s

@@ -32,7 +32,7 @@ async def reported(steps, *, refresh_s, finish):
 
     @flow(name="report-under-test")
     async def under_test():
-        report = TrainingReport("run", max_steps=100, earlier=(), refresh_s=refresh_s)
+        report = TrainingReport("run", max_steps=100, refresh_s=refresh_s)
         for step in range(1, steps + 1):
             await report.add([step_report(step)])
         if finish:
@@ -43,14 +43,14 @@ async def reported(steps, *, refresh_s, finish):
 
 
 def shown_steps(artifacts):
-    return [row["step"] for row in json.loads(dict(artifacts)["last-steps"])]
+    return [row["step"] for row in json.loads(dict(artifacts)["last-steps-run"])]
 
 
 async def test_artifacts_that_are_refreshed_again_and_again_stay_one_row_each():
     artifacts = await reported(30, refresh_s=0.0, finish=False)
-    assert sorted(key for key, _ in artifacts) == ["last-steps", "reward-curve", "train-progress"]
+    assert sorted(key for key, _ in artifacts) == ["last-steps-run", "reward-curve-run", "train-progress-run"]
     assert shown_steps(artifacts) == list(range(31 - LAST_STEPS, 31))
-    assert dict(artifacts)["train-progress"] == 30
+    assert dict(artifacts)["train-progress-run"] == 30
 
 
 async def test_artifacts_are_not_refreshed_before_they_are_due():

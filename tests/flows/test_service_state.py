@@ -1,22 +1,29 @@
 """The record of the local services: who uses them, and which environment leads to them."""
 
 import os
+import signal
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from flows.home import Home
-from flows.processes import ProcessId
+from flows.processes import ProcessId, session_processes
 from flows.service_state import (
+    MOST_RESTARTS,
+    RESTARTS_WITHIN_S,
     ServiceState,
     forget_state,
     is_kept,
     keep_running,
     living_users,
     read_state,
+    recent_restarts,
     register_user,
     unregister_user,
+    with_restart,
     without_prefect_settings,
     without_proxy_for_loopback,
     write_state,
@@ -101,3 +108,30 @@ def test_the_home_follows_its_variable(monkeypatch, tmp_path):
     monkeypatch.delenv("MIDFLIGHT_HOME")
     monkeypatch.chdir(tmp_path)
     assert Home.current().root == tmp_path / ".midflight"
+
+
+def test_a_service_may_be_started_again_a_few_times_within_a_while():
+    state = ServiceState(marker="m", status="ready")
+    for number in range(1, MOST_RESTARTS + 1):
+        assert recent_restarts(state, "worker", 1000.0) == number - 1
+        state = with_restart(state, "worker", 1000.0)
+        assert state.status == "starting"
+        assert state.detail == f"worker ended and is started again ({number} of {MOST_RESTARTS})"
+    assert recent_restarts(state, "worker", 1001.0) == MOST_RESTARTS
+    assert recent_restarts(state, "server", 1001.0) == 0
+    assert recent_restarts(state, "worker", 1000.0 + RESTARTS_WITHIN_S) == 0
+
+
+def test_what_a_dead_leader_left_in_its_session_is_found():
+    program = (
+        "import subprocess, sys; print(subprocess.Popen(['sleep', '60'], stdout=subprocess.DEVNULL).pid, flush=True)"
+    )
+    leader = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    identity = ProcessId.of(leader.pid)
+    left = int(leader.communicate()[0])
+    try:
+        assert [process.pid for process in session_processes(identity)] == [left]
+    finally:
+        os.kill(left, signal.SIGKILL)

@@ -8,7 +8,7 @@ from prefect import flow
 from flows.checkpoint import request_checkpoint
 from flows.failures import TrainFailed
 from flows.train import drive
-from storage.errors import BrokenInvariant, ConfigurationError, StoreUnavailable
+from storage.errors import BrokenInvariant, ConfigurationError, Fenced, RunAlreadyLive, StoreUnavailable
 from storage.run_config import RunConfig
 
 pytestmark = [pytest.mark.system, pytest.mark.usefixtures("prefect_api")]
@@ -92,6 +92,21 @@ async def test_a_broken_invariant_fails_at_once_as_itself_and_leaves_the_runtime
     assert trained(fake_runtime) == ["train 1-1", "train 2-5"]
     assert fake_runtime.live is not None
     assert fake_runtime.live["driver"] is None
+
+
+async def test_a_driver_that_was_replaced_fails_by_that_and_closes_and_ends_nothing(train, fake_runtime):
+    fake_runtime.fail("train 2-5", RunAlreadyLive("driven by another, no longer by me"))
+    with pytest.raises(RunAlreadyLive, match="no longer by me"):
+        await train()
+    assert not {"preempt", "end", "close snapshot=True"} & set(fake_runtime.calls)
+    assert trained(fake_runtime) == ["train 1-1", "train 2-5"]
+
+
+async def test_a_fenced_run_fails_by_the_fence_and_is_not_tried_again(train, fake_runtime):
+    fake_runtime.fail("train 2-5", Fenced("writer 'inc-1' was fenced by 'inc-2'"))
+    with pytest.raises(Fenced, match="inc-2"):
+        await train()
+    assert trained(fake_runtime) == ["train 1-1", "train 2-5"]
 
 
 async def test_a_failing_snapshot_attempt_fails_the_run_as_itself(train, fake_runtime):

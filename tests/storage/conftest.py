@@ -1,5 +1,6 @@
 """Builders of rows, groups and bundles, and a run in a store that writes and restores them."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -196,15 +197,15 @@ class Run:
         whole, rows = self.make.state(buffered=buffered, **{"progress": progress, **state})
         return self.writer.write(self.bundle(whole, rows, anchor=anchor))
 
-    def checkpoint(self, step: int, *, buffered: tuple[int, ...] = ()) -> Manifest:
+    def checkpoint(self, step: int, *, buffered: tuple[int, ...] = (), **state: Any) -> Manifest:
         """Publish a trainer checkpoint with two model files."""
         files = CheckpointFiles(self.store, self.layout.checkpoint(step, self.log.writer))
         entries = (
             files.put("model.safetensors", f"weights of step {step}".encode() * 20, "weights"),
             files.put("trainer.json", f'{{"step": {step}}}'.encode(), "optimizer"),
         )
-        state, rows = self.make.state(buffered=buffered, progress=Progress(train_steps=step))
-        captured = self.bundle(state, rows, kind="trainer_checkpoint", step=step, files=entries)
+        whole, rows = self.make.state(buffered=buffered, **{"progress": Progress(train_steps=step), **state})
+        captured = self.bundle(whole, rows, kind="trainer_checkpoint", step=step, files=entries)
         return self.writer.write(replace(captured, anchor=None))
 
     def read(self, manifest: Manifest) -> RestoredBundle:
@@ -292,34 +293,44 @@ def stopping() -> Callable[..., StoppingStore]:
     return StoppingStore
 
 
-@pytest.fixture(scope="session")
-def s3_bucket() -> Iterator[str]:
-    """A bucket on a real S3 server process; its address is in the environment, as on any machine."""
+@contextlib.contextmanager
+def _s3_server(**settings: str) -> Iterator[str]:
+    """A real S3 server process with a bucket `midflight`; yields its address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     address = f"http://127.0.0.1:{port}"
     server = subprocess.Popen(
         [sys.executable, "-c", "from moto.server import main; main()", "-H", "127.0.0.1", "-p", str(port)],
+        env={**os.environ, **settings},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    environment = {
-        "AWS_ENDPOINT_URL": address,
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }
     try:
         _wait_for(f"{address}/moto-api/", server)
-        with pytest.MonkeyPatch.context() as patch:
-            for name, value in environment.items():
-                patch.setenv(name, value)
-            urllib.request.urlopen(urllib.request.Request(f"{address}/midflight", method="PUT")).close()
-            yield "midflight"
+        urllib.request.urlopen(urllib.request.Request(f"{address}/midflight", method="PUT")).close()
+        yield address
     finally:
         os.kill(server.pid, signal.SIGTERM)
         server.wait(10)
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Callable[..., contextlib.AbstractContextManager[str]]:
+    """Starts another S3 server: `with s3_server(SETTING="1") as address`."""
+    return _s3_server
+
+
+S3_ENVIRONMENT = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
+
+
+@pytest.fixture(scope="session")
+def s3_bucket() -> Iterator[str]:
+    """A bucket on a real S3 server process; its address is in the environment, as on any machine."""
+    with _s3_server() as address, pytest.MonkeyPatch.context() as patch:
+        for name, value in {"AWS_ENDPOINT_URL": address, **S3_ENVIRONMENT}.items():
+            patch.setenv(name, value)
+        yield "midflight"
 
 
 def _wait_for(url: str, server: "subprocess.Popen[bytes]") -> None:

@@ -124,8 +124,10 @@ def simulation(memory_store: Store, open_run: Callable[..., Any]) -> Simulation:
     return Simulation(memory_store, open_run)
 
 
-def _stopped_and_resumed(simulation: Simulation) -> None:
-    """Step 1, a checkpoint, a snapshot, step 2 that is lost with its process, and step 2 again."""
+def _stopped_and_resumed(simulation: Simulation, *, set_back: float = 0.0) -> None:
+    """Step 1, a checkpoint, a snapshot, step 2 that is lost with its process, and step 2 again, on a machine whose
+    clock is `set_back` seconds behind.
+    """
     simulation.publish(0, 1, 2)
     simulation.train(1, 0, 1)
     first = simulation.checkpoint(1, taken=3, buffered=(2,))
@@ -135,6 +137,7 @@ def _stopped_and_resumed(simulation: Simulation) -> None:
     simulation.seal(3, 1)
     simulation.publish(4)
     simulation.train(2, 2, 3)
+    simulation.clock -= set_back
     simulation.start(snapshot, anchor=first)
     simulation.publish(3)
     simulation.train(2, 2, 3)
@@ -162,6 +165,15 @@ def _stopped_beyond_its_checkpoint(simulation: Simulation) -> Manifest:
     simulation.train(4, 6, 7)
     simulation.start(snapshot, anchor=anchor)
     return snapshot
+
+
+def test_a_resume_on_a_machine_whose_clock_is_behind_is_accounted_for_all_the_same(simulation: Simulation) -> None:
+    _stopped_and_resumed(simulation, set_back=1000)
+    audit = simulation.account()
+    assert (audit.problems, audit.steps_rolled_back) == ([], 1)
+    (cost,) = stop_cost(simulation.store, simulation.run.layout)
+    assert (cost.run_process, cost.step, cost.down_s) == ("life-2", 1, 0.0)
+    assert cost.lost_s > 0
 
 
 def test_recorded_steps_are_trained_whether_or_not_they_were_trained_again_already(simulation: Simulation) -> None:

@@ -167,7 +167,7 @@ def _published_late(run: Any, *, step: int, cut_time: float) -> Manifest:
 def test_a_snapshot_cut_after_a_checkpoint_that_was_published_late_is_newer(run: Any, on_a_checkpoint: bool) -> None:
     anchor = run.checkpoint(1) if on_a_checkpoint else None
     before = time.time()
-    snapshot = run.snapshot(buffered=(1,), anchor=anchor)
+    snapshot = run.snapshot(buffered=(1,), anchor=anchor, progress=Progress(train_steps=2))
     late = _published_late(run, step=2, cut_time=before)
     assert (run.select().target, run.select().anchor, run.select().passed_over) == (snapshot, anchor, ())
     assert run.select(mode="trainer_checkpoint").target == late
@@ -183,9 +183,15 @@ def test_times_of_another_controller_say_nothing_about_which_is_newer(run: Any, 
     assert run.select().target == late
 
 
+def test_a_snapshot_of_an_earlier_step_is_older_than_a_checkpoint_whatever_its_clock_said(run: Any) -> None:
+    run.snapshot(buffered=(1,))
+    late = _published_late(run, step=2, cut_time=time.time() - 3600)
+    assert run.select().target == late
+
+
 def test_a_damaged_snapshot_that_overtook_a_checkpoint_is_passed_over(run: Any) -> None:
     before = time.time()
-    lost = run.snapshot(buffered=(1,))
+    lost = run.snapshot(buffered=(1,), progress=Progress(train_steps=2))
     _damage(run, lost)
     late = _published_late(run, step=2, cut_time=before)
     assert run.select().target == late

@@ -23,6 +23,7 @@ from storage.schemas import ROW_SCHEMA_VERSION, ROW_SCHEMAS
 from storage.snapshot_reader import read_bundle, verify_model_files
 from storage.state_schemas import STATE_SCHEMA_VERSION, STATE_SCHEMAS
 from storage.trace_reader import read_events
+from storage.verdicts import VERDICT_VERSION, Verdict
 
 FORMATS = Path(__file__).parent / "formats"
 FROZEN: dict[str, dict[str, Any]] = json.loads((FORMATS / "fields.json").read_text())
@@ -53,11 +54,12 @@ def current_formats() -> dict[str, dict[str, Any]]:
         "rows": {str(ROW_SCHEMA_VERSION): {kind.value: _table(schema) for kind, schema in ROW_SCHEMAS.items()}},
         "state": {str(STATE_SCHEMA_VERSION): state},
         "manifest": {str(FORMAT_VERSION): _bare(Manifest.model_json_schema())},
+        "verification": {str(VERDICT_VERSION): _bare(Verdict.model_json_schema())},
         "run.json": {str(version): sorted(fields) for version, fields in RECORD_FIELDS.items()},
     }
 
 
-@pytest.mark.parametrize("name", ["rows", "state", "manifest", "run.json"])
+@pytest.mark.parametrize("name", ["rows", "state", "manifest", "run.json", "verification"])
 def test_the_fields_of_a_version_never_change(name: str) -> None:
     for version, fields in current_formats()[name].items():
         assert version in FROZEN[name], f"add version {version} of {name} to formats/fields.json, and a fixture of it"

@@ -1,8 +1,9 @@
 """Hundreds of seeded ways to damage a published run: verification and restore find each, and none loads wrong data."""
 
+import itertools
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -10,13 +11,20 @@ import pytest
 from storage.catalog import select
 from storage.errors import NoRestorableState, NotFound
 from storage.manifests import Manifest, ManifestDraft, decode_manifest, encode_manifest
-from storage.records import DroppedPrompt, Progress, TrainedGroup
+from storage.records import DroppedPrompt, Progress, SourcePosition, TrainedGroup
+from storage.run_config import RunConfig
 from storage.snapshot_reader import read_bundle, verify_model_files
 from storage.state_schemas import STATE_KINDS
 from tasks.bundle_checks import check_run, corruption
 
 SEED = 20
 REGIONS = 11
+STEP_SIZE = 4
+CONFIG = {
+    "name": "demo",
+    "algorithm": {"num_prompts_per_step": STEP_SIZE},
+    "data": {"num_prompts": 16, "shuffle": False},
+}
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,9 @@ class Kept:
         assert path not in self.files
         self.files[path] = data
 
+    def exists(self, path: str) -> bool:
+        return path in self.files
+
     def list(self, prefix: str) -> list[str]:
         return sorted(path for path in self.files if path.startswith(f"{prefix}/"))
 
@@ -60,9 +71,11 @@ class Damaged:
     def __init__(self, make: Any, new_run: Any) -> None:
         self.store: Any = Kept()
         self.run = new_run(self.store, make).claim()
-        self.checkpoint = self.run.checkpoint(1, buffered=(4,))
-        self.older = self._snapshot(make, buffered=(5, 6), ledger=(7,), spare=9, dropped=10)
-        self.target = self._snapshot(make, buffered=(6, 7), ledger=(8, 11), spare=12, dropped=10)
+        self.run.config = RunConfig.model_validate(CONFIG)
+        progress = Progress(1, 1, SourcePosition(0, 5), sampler_cursor=1, stamps=True, shortfall={1: STEP_SIZE - 1})
+        self.checkpoint = self.run.checkpoint(1, buffered=(4,), progress=progress)
+        self.older = self._snapshot(make, buffered=(5, 6), ledger=(7, 8), spares=(9,), passed=11)
+        self.target = self._snapshot(make, buffered=(5, 6, 7), ledger=(8, 11), spares=(9, 12), passed=13)
         self.retired = self.run.log.append(ManifestDraft(kind="retired", retires=(self.older.sequence,)))
         bundles = (self.checkpoint, self.target)
         live = {entry.path for manifest in bundles for entry in manifest.files}
@@ -79,16 +92,26 @@ class Damaged:
     def _restores(self, manifest: Manifest, entry: Any) -> bool:
         return manifest is self.target or entry.role not in ("part", "state")
 
-    def _snapshot(self, make: Any, *, buffered: Any, ledger: Any, spare: int, dropped: int) -> Manifest:
+    def _snapshot(self, make: Any, *, buffered: Any, ledger: Any, spares: Any, passed: int) -> Manifest:
+        """Prompts 0 to 3 were trained in step 1, 4 in step 2, 10 was given up."""
         trained, trained_rows = make.buffered(4)
         state, rows = make.state(
             buffered=buffered,
             ledger=ledger,
-            spares=(make.prompt(spare),),
-            dropped=(DroppedPrompt(make.prompt(dropped), f"failure {spare}", None),),
+            spares=tuple(make.prompt(spare) for spare in spares),
+            dropped=(DroppedPrompt(make.prompt(10), f"failure {passed}", None),),
             trained=(TrainedGroup(2, 0, trained),),
-            progress=Progress(train_steps=2, next_order=spare),
         )
+        finished = tuple(replace(group, target_step=2) for group in state.buffer)
+        unfinished = tuple(
+            replace(group, target_step=step, batch=step)
+            for group, step in zip(state.ledger, itertools.chain([2] * (STEP_SIZE - len(finished)), [3]), strict=False)
+        )
+        ahead = sum(group.target_step == 3 for group in unfinished)
+        progress = Progress(2, 2, SourcePosition(0, passed), sampler_cursor=2 + ahead, stamps=True, next_order=passed)
+        if ahead:
+            progress = replace(progress, shortfall={3: STEP_SIZE - ahead})
+        state = replace(state, buffer=finished, ledger=unfinished, progress=progress)
         written: Manifest = self.run.writer.write(self.run.bundle(state, rows | trained_rows, anchor=self.checkpoint))
         return written
 

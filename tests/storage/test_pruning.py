@@ -26,8 +26,9 @@ class Aged:
         return getattr(self._store, name)
 
     def age_s(self, path: str) -> float:
+        """What was written just now by whoever measures the clock is new."""
         self._store.age_s(path)
-        return self.age
+        return 0.0 if path.startswith("probe-") else self.age
 
     def create_exclusive(self, path: str, data: bytes) -> None:
         self.before_append()
@@ -116,6 +117,22 @@ def test_beside_an_unreadable_manifest_only_what_is_known_goes(run: Any) -> None
     assert isinstance(read_log(run.store, run.layout)[old.sequence], BrokenSlot)
     plan = plan_prune(Aged(run.store), run.layout, keep=ONE, grace_s=0)
     assert (plan.retires, plan.files) == ((), ())
+
+
+@pytest.mark.parametrize("ahead_s", [7200.0, -7200.0])
+def test_a_clock_that_differs_from_the_stores_neither_hides_a_live_run_nor_ages_files(run: Any, ahead_s: float) -> None:
+    _surplus(run)
+    held = run.store.list("")
+
+    class Skewed(Aged):
+        def age_s(self, path: str) -> float:
+            return float(self._store.age_s(path)) + ahead_s
+
+    with pytest.raises(RunAlreadyLive, match=r" 0 s ago: its controller may be live"):
+        prune(Skewed(run.store), run.layout)
+    plan, _ = prune(Skewed(run.store), run.layout, take_over=True)
+    assert [file for file in plan.files if file.reason == "unreachable"] == []
+    assert run.store.list("") == [*held, run.layout.manifest(plan.behind + 1)] if plan.retires else held
 
 
 def test_an_unknown_run_is_not_pruned(run: Any) -> None:

@@ -8,6 +8,7 @@ from storage.canonical import sha256
 from storage.errors import Fenced
 from storage.manifests import Manifest
 from storage.retention import Keep, Retained, retain
+from storage.verdicts import judge, put_verdict
 
 
 def _retain(run: Any, *, checkpoints: int = 1, per_anchor: int = 1, grace_s: float = 3600.0) -> Retained:
@@ -130,6 +131,62 @@ def test_an_unpublished_file_is_debris_only_after_its_grace_period(run: Any) -> 
     run.store.write(path, b"debris")
     assert _retain(run).deleted == ()
     assert _retain(run, grace_s=-1).deleted == (path,)
+
+
+class Skewed:
+    """A store seen from a machine whose clock is ahead."""
+
+    def __init__(self, store: Any, ahead_s: float) -> None:
+        self._store = store
+        self._ahead_s = ahead_s
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def age_s(self, path: str) -> float:
+        return float(self._store.age_s(path)) + self._ahead_s
+
+
+def test_a_file_is_as_old_as_the_stores_clock_says_whatever_this_machines_clock_says(run: Any, open_run: Any) -> None:
+    path = run.layout.part(sha256(b"debris"))
+    for writer, ahead_s in (("ahead", 7200.0), ("behind", -7200.0)):
+        skewed = open_run(Skewed(run.store, ahead_s), writer=writer).claim()
+        skewed.snapshot(buffered=(1,))
+        run.store.write(path, b"another controller writes this now")
+        assert path not in _retain(skewed).deleted
+        assert path in _retain(skewed, grace_s=-1).deleted
+
+
+def _judge(run: Any, bundle: Manifest, *, model: bool = False) -> None:
+    found = judge(bundle, problem="flipped", model_problem="flipped" if model else "", drill=False)
+    put_verdict(run.store, run.layout, found)
+
+
+def test_bundles_that_are_known_to_be_bad_do_not_count_and_never_displace_the_good_ones(run: Any) -> None:
+    good = run.checkpoint(1)
+    good_snapshot = run.snapshot(buffered=(1,), anchor=good)
+    bad = [run.checkpoint(step) for step in (2, 3)]
+    for checkpoint in bad:
+        _judge(run, checkpoint, model=True)
+    bad_snapshots = [run.snapshot(buffered=(1, n), anchor=good) for n in (2, 3)]
+    for snapshot in bad_snapshots:
+        _judge(run, snapshot)
+    retained = _retain(run)
+    assert set(retained.retired) == {bad[0].sequence, bad_snapshots[0].sequence}
+    assert _whole(run, good, good_snapshot)
+    assert (run.select().target, run.select().anchor) == (good_snapshot, good)
+    newer = run.snapshot(buffered=(1,), anchor=run.checkpoint(4))
+    assert good.sequence in _retain(run).retired
+    assert run.select().target == newer
+
+
+def test_verdicts_go_with_the_bundles_they_are_about(run: Any) -> None:
+    old = run.checkpoint(1)
+    _judge(run, old)
+    newest = run.checkpoint(2)
+    _judge(run, newest)
+    _retain(run)
+    assert run.store.list(run.layout.verifications) == [run.layout.verification(newest.sequence)]
 
 
 def test_parts_of_the_writers_next_bundle_are_no_debris(run: Any, open_run: Any, stopping: Any) -> None:

@@ -68,11 +68,11 @@ class Midflight:
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "RAY_", "MIDFLIGHT_"))}
         return {**inherited, HOME_VARIABLE: str(self.home.root)}
 
-    def start(self, *arguments: str) -> "subprocess.Popen[str]":
-        """A command in the background, as the leader of its own process group."""
+    def start(self, *arguments: str, also: Mapping[str, str] | None = None) -> "subprocess.Popen[str]":
+        """A command in the background, as the leader of its own process group; `also` is added to its environment."""
         return subprocess.Popen(
             [sys.executable, "-m", "flows.cli", *arguments],
-            env=self.environment(),
+            env={**self.environment(), **(also or {})},
             cwd=self.home.root,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from tests.system.prefect_api import PrefectApi
+
 pytestmark = pytest.mark.system
 
 SETTINGS = {
@@ -65,6 +67,26 @@ def test_a_snapshot_is_taken_on_request(midflight_home, live):
     assert done.returncode == 0, done.stdout + done.stderr
     attempts = [e for e in midflight_home.events("live") if e["event"] == "snapshot_attempt"]
     assert [attempt["outcome"] for attempt in attempts][-1:] in (["completed"], ["skipped"])
+
+
+def test_a_killed_flow_process_is_started_again_by_itself_and_finds_the_same_runtime(midflight_home, live, wait_until):
+    prefect = PrefectApi(midflight_home.state().prefect_api_url)
+    train = prefect.flow_runs("train-live")[-1]["id"]
+    for process in midflight_home.processes_of("live").flows:
+        process.kill()
+    wait_until(lambda: trained_by_try(prefect, train, 2), seconds=DEPLOYMENT_DEADLINE_S)
+    assert prefect.state(train) == "Running"
+    assert live.poll() is None
+    assert len({event["run_process"] for event in midflight_home.events("live")}) == 1
+
+
+def trained_by_try(prefect, flow_run_id, number):
+    """Whether this try of a flow run has trained steps."""
+    return any(
+        task_run["name"].startswith("train-steps-") and task_run["state_name"] == "Completed"
+        for task_run in prefect.task_runs(flow_run_id)
+        if task_run["flow_run_run_count"] == number
+    )
 
 
 def test_a_trainer_checkpoint_is_saved_on_request(midflight_home, live):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from flows.processes import ProcessId, kill
+from tests.system.prefect_api import PrefectApi
 
 pytestmark = pytest.mark.system
 
@@ -83,6 +84,32 @@ def test_a_killed_supervisor_takes_the_services_along_and_the_next_start_clears_
     again.kill()
     again.wait()
     wait_until(lambda: midflight.state() is None, seconds=60)
+
+
+def test_serve_adds_a_worker_and_the_deployments_to_an_existing_server_and_leaves_it_alone(
+    new_home, user_of, leftovers_of
+):
+    existing, here = new_home("existing"), new_home("here")
+    user = user_of(existing)
+    url = existing.state().prefect_api_url
+    serving = here.start("serve", also={"PREFECT_API_URL": url})
+    lines = []
+    while "Ctrl-C ends" not in "".join(lines[-1:]):
+        lines.append(serving.stdout.readline())
+        assert lines[-1], "".join(lines)
+    assert f"{url.removesuffix('/api')}/deployments" in "".join(lines)
+    state = here.state()
+    assert set(state.processes) == {"prefect-worker", "ray-head"}
+    prefect = PrefectApi(url)
+    assert {"train", "restore", "verify", "report", "resume-guard"} <= prefect.deployments()
+    assert {"train crashed", "train is silent"} <= prefect.automations()
+    serving.send_signal(signal.SIGINT)
+    assert here.wait(serving).code == 0
+    assert leftovers_of(state) == []
+    assert set(existing.state().processes) == EXPECTED
+    assert PrefectApi(url).deployments()
+    user.kill()
+    user.wait()
 
 
 def test_a_service_that_cannot_start_is_named_with_its_log(new_home, leftovers_of):

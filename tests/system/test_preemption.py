@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
 
 STEPS, PROMPTS, GENERATIONS = 60, 6, 4
 SETTINGS = {
+    "cluster__max_resumes": 0,  # the tests look at how it ends
     "algorithm__max_steps": STEPS,
     "algorithm__num_prompts_per_step": PROMPTS,
     "data__num_prompts": STEPS * PROMPTS + 100,

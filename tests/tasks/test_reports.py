@@ -13,6 +13,7 @@ SELECTED = {
     "anchor": 5,
     "kind": "rollout_snapshot",
     "step": 12,
+    "counts": {"ledger_groups": 4, "siblings": 16, "reusable_siblings": 5, "buffered_groups": 2},
     "passed_over": [[8, "rows.parquet: sha256 differs"]],
 }
 
@@ -26,6 +27,17 @@ def test_the_restore_report_names_bundle_anchor_and_what_was_passed_over():
     assert "1,234" in text
 
 
+def test_the_restore_report_sets_what_was_planned_beside_what_was_restored():
+    links = {
+        "replay_buffer": {"groups": 2},
+        "ledger": {"groups_unfinished": 4, "siblings_reused": 5, "siblings_rerun": 11, "tokens_kept": 90},
+    }
+    text = restore_markdown("run", "inc", SELECTED, {}, links)
+    assert "| unfinished groups, continued | 4 | 4 |" in text
+    assert "| siblings, run again | 11 | 11 |" in text
+    assert "| tokens of sealed siblings, kept | 0 | 90 |" in text
+
+
 def test_a_fresh_start_is_reported_as_one():
     nothing = {"target": None, "anchor": None, "kind": None, "step": 0, "passed_over": []}
     assert "fresh start" in restore_markdown("run", "inc", nothing, {}, {})
@@ -37,6 +49,15 @@ def test_the_reward_curve_is_an_image_that_needs_no_server():
     line = svg.find("{http://www.w3.org/2000/svg}polyline")
     assert line is not None
     assert len(line.attrib["points"].split()) == 3
+
+
+def test_values_outside_of_the_usual_range_are_within_the_picture():
+    svg = ElementTree.fromstring(reward_curve_svg("run", [(1, -3.2), (2, 17.0)], [(1, 0.0), (2, 1.71)]))
+    for line in svg.iter("{http://www.w3.org/2000/svg}polyline"):
+        heights = [float(point.split(",")[1]) for point in line.attrib["points"].split()]
+        assert all(0 <= height <= float(svg.attrib["height"]) for height in heights)
+    labels = [text.text for text in svg.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"20.00", "-4.00", "2.00", "0.50"} <= set(labels)
 
 
 def test_a_curve_without_steps_can_be_drawn():

@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 import pytest
 from prefect.logging import disable_run_logger
 
-from storage.errors import InfrastructureFailure, RunAlreadyLive, StaleIncarnation
+from storage.errors import ControllerSilent, InfrastructureFailure, RunAlreadyLive, StaleIncarnation
 from storage.run_config import RunConfig
-from tasks.runtime import close_runtime, ensure_runtime, held
+from tasks.runtime import close_runtime, ensure_runtime, held, leave
 
 CONFIG = RunConfig(name="run")
 
@@ -51,6 +51,83 @@ async def test_a_runtime_whose_driver_died_is_taken_over(fake_runtime):
     fake_runtime.start(driver="somebody")
     status = await ensure_runtime.fn(fake_runtime, CONFIG, "me", owner_died)
     assert (status.state, fake_runtime.live["driver"]) == ("running", "me")
+
+
+async def test_of_two_drivers_that_follow_a_dead_one_the_second_is_refused(fake_runtime):
+    fake_runtime.start(driver="somebody")
+
+    async def followed_meanwhile(_driver):
+        fake_runtime.live["driver"] = "first"
+        return True
+
+    with pytest.raises(RunAlreadyLive, match="driven by first"):
+        await ensure_runtime.fn(fake_runtime, CONFIG, "second", followed_meanwhile)
+    assert fake_runtime.live["driver"] == "first"
+
+
+async def test_a_living_driver_is_replaced_on_demand_and_sent_away_only_then(fake_runtime):
+    fake_runtime.start("inc-7", driver="somebody")
+    fake_runtime.committed = 17
+    sent_away = []
+
+    async def send_away(driver):
+        sent_away.append((driver, fake_runtime.live["driver"]))
+
+    status = await ensure_runtime.fn(fake_runtime, CONFIG, "me", owner_lives, send_away)
+    assert (status.incarnation, status.state, status.train_steps) == ("inc-7", "running", 17)
+    assert sent_away == [("somebody", "me")]
+    assert fake_runtime.calls == ["attach", "attach by take-over"]
+
+
+async def test_a_take_over_without_an_owner_sends_nobody_away(fake_runtime):
+    async def send_away(driver):
+        raise AssertionError(driver)
+
+    await ensure_runtime.fn(fake_runtime, CONFIG, "me", owner_lives, send_away)
+    assert fake_runtime.calls == ["launch by take-over", "attach"]
+
+
+async def test_a_controller_that_does_not_answer_is_replaced_on_demand_only(fake_runtime):
+    async def send_away(driver):
+        raise AssertionError(driver)
+
+    fake_runtime.fail("status", *[ControllerSilent("no answer")] * 2)
+    with pytest.raises(ControllerSilent):
+        await ensure_runtime.fn(fake_runtime, CONFIG, "me", owner_lives)
+    await ensure_runtime.fn(fake_runtime, CONFIG, "me", owner_lives, send_away)
+    assert fake_runtime.calls == ["launch by take-over", "attach"]
+
+
+async def test_of_two_drivers_that_start_at_once_one_is_refused_and_ends_nothing(fake_runtime):
+    outcomes = await asyncio.gather(
+        *(ensure_runtime.fn(fake_runtime, CONFIG, driver, owner_lives) for driver in ("first", "second")),
+        return_exceptions=True,
+    )
+    refused = [outcome for outcome in outcomes if isinstance(outcome, RunAlreadyLive)]
+    assert len(refused) == 1
+    assert "end" not in fake_runtime.calls
+    assert fake_runtime.live["driver"] in ("first", "second")
+
+
+async def test_a_runtime_that_followed_the_closed_one_is_not_ended(fake_runtime):
+    fake_runtime.start("inc-7")
+    close = fake_runtime.close
+
+    async def close_and_be_followed(*, snapshot):
+        closed = await close(snapshot=snapshot)
+        fake_runtime.start("inc-8")
+        return closed
+
+    fake_runtime.close = close_and_be_followed
+    await close_runtime.fn(fake_runtime, True)
+    assert fake_runtime.live["incarnation"] == "inc-8"
+
+
+async def test_a_replaced_driver_that_is_cancelled_leaves_the_runtime_alone(fake_runtime):
+    fake_runtime.start(driver="another")
+    fake_runtime.fail("preempt", RunAlreadyLive("driven by another"))
+    await leave(fake_runtime, "cancelled", grace_s=5)
+    assert fake_runtime.live["driver"] == "another"
 
 
 @pytest.mark.parametrize("state", ["failed", "ended"])

@@ -1,0 +1,272 @@
+"""A restore drill: one bundle restored into a scratch runtime in this process, captured again and compared.
+
+    weights -> replay_buffer -> ledger -> spare_prompts -> cursor -> capture -> the manifest's logical digest
+
+Restorer, parts and capture are the real ones; trainer and generator are stand-ins that do no work. Nothing is
+dispatched and nothing is written. What a restart changes on purpose (running attempts start again with the next number)
+is taken back before the digests are compared, and only exactly that.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pyarrow as pa
+
+from gpu_workers.controller.barrier import DataPlaneBarrier
+from gpu_workers.controller.bundle_publisher import BundlePublisher, Captured
+from gpu_workers.controller.counted_trace import CountedTrace
+from gpu_workers.controller.parts import RolloutParts, RolloutRuntimeState
+from gpu_workers.controller.ports import GroupOrder, SiblingResult, StepResult, WeightsRef
+from gpu_workers.controller.prompt_source import Dataset, PromptSource
+from gpu_workers.controller.recovery_ledger import RecoveryLedger
+from gpu_workers.controller.replay_buffer import ReplayBuffer
+from gpu_workers.controller.restorer import LINKS, RestorePlan, RolloutRestorer
+from gpu_workers.controller.row_store import RowStore
+from gpu_workers.controller.samplers.build import build_sampler
+from gpu_workers.controller.weight_sync import WeightSync
+from gpu_workers.environments.tasks import build_task
+from storage.errors import BrokenInvariant, ConfigurationError, FormatUnsupported, RestoreRefused, StoreError
+from storage.identity import identity
+from storage.layout import RunLayout
+from storage.logical_digest import logical_digest
+from storage.manifests import FileEntry, Manifest
+from storage.records import AttemptStatus, GroupStatus, LedgerGroup, RecoveryLevel, RolloutState, Sibling
+from storage.rows import RowHandle
+from storage.run_config import DataConfig, RunConfig
+from storage.runs import saved_config
+from storage.snapshot_reader import RestoredBundle
+from storage.snapshot_writer import CapturedBundle
+from storage.trace import NoTrace
+
+
+@dataclass(frozen=True, slots=True)
+class DrillOutcome:
+    """`problem` is empty when the restored state is the published one. Not `tried`: it can't be restored here."""
+
+    tried: bool
+    problem: str = ""
+
+
+class Drill:
+    """Restores bundles one after the other, each into parts of its own."""
+
+    def __init__(
+        self,
+        dataset_of: Callable[[DataConfig], Dataset] = build_task,
+        restorer: Callable[..., RolloutRestorer] = RolloutRestorer,
+    ) -> None:
+        self._dataset_of = dataset_of
+        self._restorer = restorer
+
+    def restore(self, bundle: RestoredBundle, anchor: Manifest | None) -> DrillOutcome:
+        """Restore a bundle that was read and verified, and compare. Blocking: it has an event loop of its own.
+
+        Raises: StoreError.
+        """
+        try:
+            config = saved_config(RunLayout(bundle.manifest.run), bundle.manifest)
+            parts = self._parts(config)
+        except (ConfigurationError, FormatUnsupported) as error:
+            return DrillOutcome(False, f"it can't be restored here: {error}")
+        try:
+            with ThreadPoolExecutor(1, thread_name_prefix="midflight-drill") as own:
+                captured = own.submit(asyncio.run, self._captured(parts, bundle, anchor)).result()
+        except _LinkFailed as error:
+            cause = error.__cause__
+            if isinstance(cause, StoreError):
+                raise cause from None
+            if isinstance(cause, RestoreRefused):
+                return DrillOutcome(False, f"it can't be restored here: {type(cause).__name__}: {cause}")
+            return DrillOutcome(True, f"restore drill: link {error.link} failed: {type(cause).__name__}: {cause}")
+        return DrillOutcome(True, _difference(captured, bundle))
+
+    def _parts(self, config: RunConfig) -> RolloutParts:
+        """Fresh parts, as a controller makes them. Finished groups are loaded whatever the run was set to."""
+        loading = config.checkpointing.model_copy(update={"load_replay_buffer": True})
+        config = config.model_copy(update={"checkpointing": loading})
+        data = config.data
+        dataset = self._dataset_of(data)
+        return RolloutParts(
+            config=config,
+            source=PromptSource(dataset, num_epochs=data.num_epochs, seed=data.seed, shuffle=data.shuffle),
+            sampler=build_sampler(config),
+            ledger=RecoveryLedger(),
+            buffer=ReplayBuffer(),
+            rows=RowStore(),
+            barrier=DataPlaneBarrier(),
+            trace=CountedTrace(NoTrace()),
+            state=RolloutRuntimeState(),
+        )
+
+    async def _captured(self, parts: RolloutParts, bundle: RestoredBundle, anchor: Manifest | None) -> Captured:
+        trainer, generator = _NoTrainer(), _NoGenerator()
+        reader = _Held(bundle, anchor)
+        restorer = self._restorer(parts, trainer, WeightSync(parts, trainer, generator), reader)
+        plan = RestorePlan(bundle.manifest.sequence, None if anchor is None else anchor.sequence)
+        link = LINKS[0]
+        try:
+            for link in LINKS:
+                await restorer.run_link(link, plan)
+            link = "capture"
+            restorer.require_complete(plan)
+            publisher = BundlePublisher(parts, _NoStore(), identity=identity(parts.config).fingerprint)
+            return await publisher.capture(model_step=parts.state.train_steps)
+        except Exception as error:
+            raise _LinkFailed(link) from error
+
+
+class _LinkFailed(Exception):
+    def __init__(self, link: str) -> None:
+        super().__init__(link)
+        self.link = link
+
+
+def _difference(captured: Captured, bundle: RestoredBundle) -> str:
+    """Empty when the restored state means what was published."""
+    state, rows = _as_saved(captured, bundle)
+    if logical_digest(state, rows) == bundle.manifest.logical_digest:
+        return ""
+    saved = bundle.state
+    differs = [
+        name
+        for name in ("progress", "ledger", "buffer", "spares", "dropped", "trained")
+        if getattr(state, name) != getattr(saved, name)
+    ]
+    if rows != bundle.rows:
+        differs.append("rows")
+    return (
+        f"restore drill: what was restored has logical digest {logical_digest(state, rows)[:12]}, the manifest says "
+        f"{str(bundle.manifest.logical_digest)[:12]}; {', '.join(differs) or 'the order of records'} differ"
+    )
+
+
+def _as_saved(captured: Captured, bundle: RestoredBundle) -> tuple[RolloutState, Mapping[str, RowHandle]]:
+    """The captured state with what a restart does on purpose taken back."""
+    saved = {group.group_id: group for group in bundle.state.ledger}
+    rows = dict(captured.rows)
+    ledger = []
+    for group in captured.state.ledger:
+        before = saved.get(group.group_id)
+        restarted = group if before is None else _before_restart(group, before)
+        ledger.append(restarted)
+        if before is not None and restarted == before:
+            rows |= {key: bundle.rows[key] for key in _dropped_calls(group, before)}
+    return replace(captured.state, ledger=tuple(ledger)), rows
+
+
+def _before_restart(group: LedgerGroup, saved: LedgerGroup) -> LedgerGroup:
+    if len(group.siblings) != len(saved.siblings):
+        return group
+    siblings = tuple(
+        _attempt_before(now, then, saved.level) for now, then in zip(group.siblings, saved.siblings, strict=True)
+    )
+    complete = all(sibling.sealed is not None for sibling in group.siblings)
+    expected = GroupStatus.READY_TO_FINALIZE if complete else GroupStatus.GENERATING
+    status = saved.status if group.status is expected else group.status
+    return replace(group, siblings=siblings, status=status)
+
+
+def _attempt_before(now: Sibling, then: Sibling, level: RecoveryLevel) -> Sibling:
+    """The saved attempt, if what is there now is just what a restart makes of it; else what is there."""
+    started = then.status is not AttemptStatus.RESERVED
+    ended = then.sealed is None or level is RecoveryLevel.PROMPT_GROUP
+    again = replace(then, attempt=then.attempt + 1, status=AttemptStatus.RESERVED, sealed=None)
+    return then if started and ended and now == again else now
+
+
+def _dropped_calls(group: LedgerGroup, saved: LedgerGroup) -> list[str]:
+    """Staged calls of siblings that are to run again."""
+    pairs = zip(group.siblings, saved.siblings, strict=True)
+    return [
+        key for now, then in pairs if then.sealed is not None and now.sealed is None for key in then.sealed.call_keys
+    ]
+
+
+class _Held:
+    """Gives the bundle that was read and verified already."""
+
+    def __init__(self, bundle: RestoredBundle, anchor: Manifest | None) -> None:
+        self._bundle = bundle
+        self._anchor = anchor
+
+    def manifest(self, sequence: int) -> Manifest:
+        """The bundle's own manifest, or its anchor's."""
+        for manifest in (self._bundle.manifest, self._anchor):
+            if manifest is not None and manifest.sequence == sequence:
+                return manifest
+        raise BrokenInvariant(f"the restore of {self._bundle.manifest.sequence} asks for manifest {sequence}")
+
+    def read(self, sequence: int) -> RestoredBundle:
+        """The bundle."""
+        if sequence != self._bundle.manifest.sequence:
+            raise BrokenInvariant(f"the restore of {self._bundle.manifest.sequence} asks for bundle {sequence}")
+        return self._bundle
+
+
+class _NoTrainer:
+    """A trainer without a model."""
+
+    async def begin_step(self, step: int) -> None:
+        """Never asked for."""
+
+    async def train_microbatch(self, rows: Sequence[pa.RecordBatch]) -> Mapping[str, float]:
+        """Never asked for."""
+        return {}
+
+    async def flush_microbatches(self) -> None:
+        """Never asked for."""
+
+    async def finish_step(self, step: int) -> StepResult:
+        """Never asked for."""
+        raise BrokenInvariant(f"a restore drill was asked to train step {step}")
+
+    async def publish_weights(self, version: int) -> WeightsRef:
+        """A name without weights behind it."""
+        return WeightsRef(version, "drill")
+
+    async def begin_save(self, prefix: str) -> None:
+        """Never asked for."""
+
+    async def finish_save(self, prefix: str) -> Sequence[Mapping[str, Any]]:
+        """Never asked for."""
+        return []
+
+    async def restore(self, files: Sequence[Mapping[str, Any]] | None) -> None:
+        """The files were compared before; their entries must be entries."""
+        for entry in files or ():
+            FileEntry(**entry)
+
+
+class _NoGenerator:
+    """A generator without an engine."""
+
+    async def generate(self, order: GroupOrder) -> AsyncGenerator[SiblingResult, None]:
+        """Never asked for."""
+        raise BrokenInvariant(f"a restore drill was asked to generate {order.group_id}")
+        yield
+
+    async def load_weights(self, weights: WeightsRef) -> Mapping[str, float]:
+        """Takes any."""
+        return {}
+
+    async def abort(self, group_id: str) -> None:
+        """Nothing runs."""
+
+
+class _NoStore:
+    """Where a drill would publish: nowhere."""
+
+    def publish(self, bundle: CapturedBundle) -> Manifest:
+        """Never asked for."""
+        raise BrokenInvariant(f"a restore drill was asked to publish a {bundle.kind}")
+
+    def checkpoint_prefix(self, step: int) -> str:
+        """Never asked for."""
+        raise BrokenInvariant(f"a restore drill was asked to save step {step}")
+
+    def put_metrics(self, prefix: str, step: int, metrics: Mapping[str, float]) -> FileEntry:
+        """Never asked for."""
+        raise BrokenInvariant(f"a restore drill was asked to write metrics of step {step}")
