@@ -35,6 +35,8 @@ from flows.service_state import prefect_environment, without_prefect_settings
 
 INTERVAL_S = 5.0
 SAMPLES = 20
+# Server and flow still fill their caches before that: nothing to extrapolate from.
+ENOUGH_STEPS = 1000
 LIMIT = 0.03
 IDLE_S = 20.0
 
@@ -212,7 +214,8 @@ def print_growth(samples: list[Sample], tables: dict[str, tuple[int, float]]) ->
         1024 * slope([(s.step, getattr(s, name)) for s in half]) for name in ("flow_mib", "server_mib", "database_mib")
     ]
     rows.append(("KiB per step, second half", *(f"{kib:.2f}" for kib in per_step)))
-    rows.append(("MiB more after 10,000 steps", *(f"{kib * 10_000 / 1024:.0f}" for kib in per_step)))
+    if samples[-1].step >= ENOUGH_STEPS:
+        rows.append(("MiB more after 10,000 steps", *(f"{kib * 10_000 / 1024:.0f}" for kib in per_step)))
     show("Memory (USS) and database", ("after steps", "flow MiB", "server MiB", "database MiB"), rows)
     shown = [(name, str(count), f"{mib:.2f}") for name, (count, mib) in tables.items() if mib >= 0.1]
     show("What the database holds", ("table with its indices", "rows", "MiB"), shown)
