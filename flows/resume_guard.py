@@ -69,6 +69,9 @@ async def resume_guard(flow_run_id: UUID, silent: bool = False) -> State[Any]:
         get_run_logger().info("%s: %s", run.name, verdict.reason)
         if not verdict.resume:
             return Completed(name="Ignored", message=verdict.reason)
+        now = await client.read_flow_run(run.id)
+        if now.state is None or run.state is None or now.state.id != run.state.id:
+            return Completed(name="Ignored", message=f"it went on meanwhile and is {now.state_name}")
         await client.update_flow_run_labels(run.id, dict(verdict.labels or {}))
         due = datetime.now(UTC) + timedelta(seconds=verdict.delay_s)
         await client.set_flow_run_state(run.id, AwaitingRetry(scheduled_time=due, message=verdict.reason), force=True)

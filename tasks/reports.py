@@ -93,9 +93,11 @@ class TrainingReport:
         )
         rows = [step_row(report) for report in self._last]
         table = TableArtifact(key=artifact_key("last-steps", run), table=rows, description=f"Newest steps of {run}")
-        await best_effort("train-progress", self._progress.show(progress))
-        await best_effort("reward-curve", self._curve.show(curve))
-        await best_effort("last-steps", self._table.show(table))
+        await asyncio.gather(  # a server that is away costs one deadline, not three
+            best_effort("train-progress", self._progress.show(progress)),
+            best_effort("reward-curve", self._curve.show(curve)),
+            best_effort("last-steps", self._table.show(table)),
+        )
 
 
 def step_row(report: Report) -> dict[str, Any]:
