@@ -34,7 +34,7 @@ RESUME_GUARD = "resume-guard/resume-guard"
 SETTLED_S = 2.0
 POLL_S = 0.5
 # Before the n-th resume in a row that may be in vain: what is down needs time.
-BACKOFF_S = (0.0, 30.0, 120.0)
+BACKOFF_S = (0.0, 10.0, 60.0)
 _IN_VAIN, _NEWEST = "midflight.resumes-in-vain", "midflight.newest-bundle"
 
 
