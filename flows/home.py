@@ -55,6 +55,11 @@ class Home:
         return self.services / "services.json"
 
     @property
+    def deployed(self) -> Path:
+        """Which flows were deployed last, and on which server."""
+        return self.services / "deployed"
+
+    @property
     def ray_address(self) -> Path:
         """Written by the Ray head when it is ready."""
         return self.services / "ray-address"

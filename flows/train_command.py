@@ -47,9 +47,9 @@ def deployed_services(home: Home, console: Console) -> Iterator[ServiceState]:
             os.environ.update(state.environment(home))
         with console.status("Deploying the flows"):
             # Prefect reads its settings from the environment when it is imported.
-            from flows.deployments import deploy
+            from flows.deployments import deploy_if_needed
 
-            deploy()
+            deploy_if_needed(home.deployed)
         try:
             yield state
         except httpx.HTTPStatusError as error:

@@ -1,11 +1,13 @@
 """prefect.yaml deploys the flows that the code calls by name."""
 
 import importlib
+from types import SimpleNamespace
 
 import prefect
 import pytest
 import yaml
 
+from flows import deployments
 from flows.deployments import PREFECT_FILE, TRAIN
 from flows.restore import RESTORE_DEPLOYMENT
 from flows.resume_guard import RESUME_GUARD
@@ -48,3 +50,43 @@ def test_the_guard_is_started_by_a_crash_and_by_silence_of_train():
     train = next(deployment for deployment in DEPLOYMENTS if deployment["name"] == "train")
     heartbeat_s = int(train["work_pool"]["job_variables"]["env"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"])
     assert silence["within"] > 3 * heartbeat_s
+
+
+@pytest.fixture
+def deployed(monkeypatch):
+    """Counts deployments; `missing` are names that the server has lost."""
+    seen = SimpleNamespace(times=0, missing=set())
+
+    async def missing():
+        return seen.missing
+
+    def deploy():
+        seen.times += 1
+
+    monkeypatch.setattr(deployments, "deploy", deploy)
+    monkeypatch.setattr(deployments, "_missing_deployments", missing)
+    return seen
+
+
+def test_what_is_deployed_already_is_not_deployed_again(deployed, tmp_path):
+    record = tmp_path / "deployed"
+    for _ in range(3):
+        deployments.deploy_if_needed(record)
+    assert deployed.times == 1
+
+
+def test_changed_flows_another_server_or_a_lost_deployment_are_deployed_again(deployed, tmp_path, monkeypatch):
+    record = tmp_path / "deployed"
+    deployments.deploy_if_needed(record)
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:1/api")
+    deployments.deploy_if_needed(record)
+    assert deployed.times == 2
+    deployed.missing = {"verify"}
+    deployments.deploy_if_needed(record)
+    assert deployed.times == 3
+    deployed.missing = set()
+    changed = tmp_path / "prefect.yaml"
+    changed.write_text("deployments: []")
+    monkeypatch.setattr(deployments, "PREFECT_FILE", changed)
+    deployments.deploy_if_needed(record)
+    assert deployed.times == 4
