@@ -24,7 +24,7 @@ run_part() {
   local name=$1 selection=$2 code=0
   shift 2
   printf '\n== %s tests ==\n' "$name"
-  .venv/bin/python -m pytest -n 2 --dist loadfile -m "$selection" --junitxml="$reports/$name.xml" "$@" || code=$?
+  .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "$selection" --junitxml="$reports/$name.xml" "$@" || code=$?
   if [[ $code -ne 0 && $code -ne 5 ]]; then status=$code; fi
 }
 
