@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from playwright.sync_api import Page, Route, sync_playwright
+from s3fs import S3FileSystem
 
 from storage.filesystem import open_store
 from storage.layout import RunLayout
@@ -26,7 +27,9 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[GatedS3]:
     server = GatedS3()
     for name, value in server.environment().items():
         monkeypatch.setenv(name, value)
+    S3FileSystem.clear_instance_cache()  # one that was made for another endpoint would be used again
     yield server
+    S3FileSystem.clear_instance_cache()
     server.stop()
 
 
