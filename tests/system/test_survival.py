@@ -8,6 +8,7 @@ since the last one are trained again.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -53,7 +54,8 @@ def kill_when(midflight: Any, run: str, moment: Callable[[Sequence[Event]], bool
                 processes = midflight.processes_of(run)
                 if processes.flows:
                     for process in processes.all:
-                        process.kill()
+                        with suppress(psutil.NoSuchProcess):  # it may have died of the one before
+                            process.kill()
                     return this_life
             controller.resume()
         time.sleep(0.01)
