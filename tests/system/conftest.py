@@ -23,14 +23,6 @@ from storage.trace_reader import read_events
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "configs" / "tiny.yaml"
 COMMAND_DEADLINE_S = 280.0
-# Files that take minutes start first, so that two workers end at about the same time.
-LONGEST = ("test_survival", "test_service_deaths", "test_take_over", "test_preemption", "test_retry_in_browser")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files first; all else keeps its order."""
-    rank = {name: number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,8 @@ def test_a_failed_restore_is_retried_in_the_ui_and_training_goes_on(new_home, tr
     assert "StoreUnavailable" in failed.text
     restore = next(run for run in prefect.flow_runs("restore-s3") if run["state_name"] == "Failed")
     train = next(run for run in prefect.flow_runs("train-s3") if run["state_name"] == "Failed")
+    # The server records task runs a moment after the flow run has ended.
+    wait_until(lambda: "Failed" in link_states(prefect, restore["id"]).get(1, {}).values(), seconds=DEADLINE_S)
     links = link_states(prefect, restore["id"])[1]
     failed_link = next(link for link in LINKS if links[link] == "Failed")
     done = LINKS[: LINKS.index(failed_link)]
@@ -78,8 +80,8 @@ def test_a_failed_restore_is_retried_in_the_ui_and_training_goes_on(new_home, tr
     s3.open()
     press_retry(page, midflight.state().prefect_api_url.removesuffix("/api"), restore["id"])
     wait_until(lambda: prefect.state(restore["id"]) == "Completed", seconds=DEADLINE_S)
-    again = link_states(prefect, restore["id"])[2]
-    assert again == {**dict.fromkeys(done, "Cached"), **dict.fromkeys(LINKS[len(done) :], "Completed")}
+    expected = {**dict.fromkeys(done, "Cached"), **dict.fromkeys(LINKS[len(done) :], "Completed")}
+    wait_until(lambda: link_states(prefect, restore["id"]).get(2) == expected, seconds=DEADLINE_S)
     wait_until(lambda: prefect.state(train["id"]) == "Completed", seconds=DEADLINE_S)
     page.reload()
     page.wait_for_load_state("networkidle")
