@@ -47,6 +47,9 @@ def test_the_guard_is_started_by_a_crash_and_by_silence_of_train():
     crash, silence = guard["triggers"]
     assert crash["expect"] == ["prefect.flow-run.Crashed"]
     assert silence["posture"] == "Proactive"
+    # Heartbeats carry the name of their flow, and only the id of their deployment.
+    assert crash["match_related"] == silence["match_related"]
+    assert silence["match_related"] == {"prefect.resource.role": "flow", "prefect.resource.name": "train"}
     train = next(deployment for deployment in DEPLOYMENTS if deployment["name"] == "train")
     heartbeat_s = int(train["work_pool"]["job_variables"]["env"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"])
     assert silence["within"] > 3 * heartbeat_s
