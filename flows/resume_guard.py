@@ -59,8 +59,8 @@ async def resume_guard(flow_run_id: UUID, silent: bool = False) -> State[Any]:
     async with get_client() as client:
         run = await _settled(client, flow_run_id)
         config = _config_of(run)
-        if config is None:
-            return Completed(name="Ignored", message=f"{run.name} has no configuration that can be read")
+        if config is None or run.deployment_id is None:  # somebody else's flow of this name, or one without a worker
+            return Completed(name="Ignored", message=f"{run.name} is no run of the deployment `train`")
         if silent:
             run = await _declared_crashed(client, run, config)
         history = await client.read_flow_run_states(flow_run_id)
