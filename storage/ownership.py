@@ -7,7 +7,6 @@ second controller be refused by the name of the first, before it would fence it.
 known to live when its record changes while somebody looks.
 """
 
-import json
 import logging
 import os
 import socket
@@ -19,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import psutil
+from pydantic import TypeAdapter
 
 from storage.canonical import canonical_json
 from storage.errors import Fenced, NotFound, RunAlreadyLive, StoreError
@@ -72,6 +72,9 @@ class Owner:
         return f"controller {self.writer} (pid {self.pid} on {self.host}), driven by {driver}"
 
 
+_OWNER = TypeAdapter(Owner)
+
+
 def newest_claim(store: Store, layout: RunLayout) -> Manifest | None:
     """The claim that holds the run; None before the first. Raises StoreUnavailable."""
     claims = [slot for slot in read_log(store, layout) if isinstance(slot, Manifest) and slot.kind == "claim"]
@@ -81,8 +84,8 @@ def newest_claim(store: Store, layout: RunLayout) -> Manifest | None:
 def read_owner(store: Store, layout: RunLayout, writer: str) -> Owner | None:
     """The record of a controller; None when it ended in order, never wrote one, or wrote what can't be read."""
     try:
-        return Owner(**json.loads(store.read(layout.owner(writer))))
-    except (NotFound, ValueError, TypeError):
+        return _OWNER.validate_json(store.read(layout.owner(writer)), strict=True)
+    except (NotFound, ValueError):  # pydantic's errors are ValueErrors
         return None
 
 

@@ -160,3 +160,19 @@ def test_a_store_that_fails_ends_no_sign_of_life(store, troubled):
     assert controller.heard.wait(20)
     assert not shaky.troubles
     controller.life.close()
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b'{"pid": "x"}', b'{"writer": 1, "host": null}'])
+def test_a_record_that_can_not_be_read_counts_as_none(memory_store, content):
+    layout = RunLayout("run")
+    memory_store.write(layout.owner("writer"), content)
+    assert read_owner(memory_store, layout, "writer") is None
+
+
+def test_a_record_whose_values_have_other_types_counts_as_none(memory_store):
+    layout = RunLayout("run")
+    record = asdict(Owner.this_process("writer"))
+    memory_store.write(layout.owner("writer"), canonical_json(record))
+    assert read_owner(memory_store, layout, "writer") == Owner.this_process("writer")
+    memory_store.write(layout.owner("writer"), canonical_json({**record, "pid": str(record["pid"])}))
+    assert read_owner(memory_store, layout, "writer") is None
