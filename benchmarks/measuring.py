@@ -5,10 +5,14 @@ import platform
 import statistics
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 
 import psutil
 from rich.console import Console
 from rich.table import Table
+
+# A program of ours that is started as a module needs this where Python doesn't look into the current folder.
+FINDS_BENCHMARKS = {"PYTHONPATH": str(Path(__file__).resolve().parents[1])}
 
 
 def machine() -> str:

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.measuring import cpu_seconds, resident_mib, show, slope, spread
+from benchmarks.measuring import FINDS_BENCHMARKS, cpu_seconds, resident_mib, show, slope, spread
 from benchmarks.stub_run import STEP_S
 from flows.home import Home
 from flows.processes import ProcessId, end_processes, free_port, start_detached, tail, tied_to_parent
@@ -105,7 +105,7 @@ def follow(server: Server, way: str, *, steps: int, speed_up: float) -> list[Sam
         settings = [str(value) for value in (steps, STEP_S / speed_up, INTERVAL_S / speed_up, every)]
         process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.stub_run", store, way, *settings],
-            env=server.environment,
+            env=server.environment | FINDS_BENCHMARKS,
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,

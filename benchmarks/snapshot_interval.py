@@ -16,7 +16,7 @@ import sys
 from dataclasses import dataclass
 
 from benchmarks.live_run import Event, LiveRun, services
-from benchmarks.measuring import show, spread
+from benchmarks.measuring import FINDS_BENCHMARKS, show, spread
 
 INTERVAL_S = 10.0
 LIMIT = 0.98
@@ -50,7 +50,7 @@ def watch(run: LiveRun, *, pairs: int, seconds: float) -> list[Window]:
     life = run.life()
     assert life is not None
     command = [sys.executable, "-m", "benchmarks.snapshot_windows", run.name, str(pairs), str(seconds)]
-    environment = os.environ | run.services.environment(run.home)
+    environment = os.environ | run.services.environment(run.home) | FINDS_BENCHMARKS
     done = subprocess.run(
         [*command, *map(str, life.pids)],
         env=environment,
