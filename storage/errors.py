@@ -21,7 +21,8 @@ MidflightError
 │   ├── InfrastructureFailure (retryable) worker, connection or time-out
 │   │   ├── WorkerDied        (retryable) the process that ran it is dead, whatever the prompt
 │   │   └── ControllerSilent  (retryable) a controller that may live does not answer
-│   └── DataFailure           the prompt itself can't be rolled out
+│   ├── DataFailure           the prompt itself can't be rolled out
+│   └── EnvironmentRefusal    an environment refused a call, by one of the codes of its control plane
 ├── FinalizationUnknown       a group's rows may or may not have been written; nothing is saved until a restart
 ├── GeneratorLost             a generator died again and again; restarting it does not help
 ├── RunStalled                nothing got any further for too long
@@ -131,6 +132,42 @@ class ControllerSilent(InfrastructureFailure):
 
 class DataFailure(RolloutFailure):
     """The prompt itself can't be rolled out."""
+
+
+class EnvironmentRefusal(RolloutFailure):
+    """An environment refused a call; `code` says why in one word, as its control plane does.
+
+    `environment_closed`: it is closed for a checkpoint, the same call may be made again once it is open.
+    """
+
+    CODES = frozenset(
+        {
+            "environment_closed",
+            "unknown_environment",
+            "unknown_episode",
+            "rollout_id_required",
+            "stale_attempt",
+            "stale_checkpoint",
+            "checkpoint_conflict",
+            "checkpoint_parked",
+            "checkpoint_error",
+            "invalid_phase",
+            "deadline_exceeded",
+            "invalid_checkpoint_state",
+            "turn_conflict",
+            "unauthorized",
+        }
+    )
+    _TRANSIENT = frozenset({"deadline_exceeded", "checkpoint_parked", "checkpoint_error"})
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(code, message)
+        self.code = code
+        self.message = message
+        self.retryable = code in self._TRANSIENT
+
+    def __str__(self) -> str:
+        return f"{self.code}: {self.message}"
 
 
 class FinalizationUnknown(MidflightError):

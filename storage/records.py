@@ -13,6 +13,7 @@ class RecoveryLevel(StrEnum):
 
     PROMPT_GROUP = "prompt_group"
     SIBLING = "sibling"
+    TURN = "turn"
 
 
 class GroupPhase(StrEnum):
@@ -82,6 +83,11 @@ def call_key(rollout: str, *, attempt: int, turn: int) -> str:
     return f"{rollout}/a{attempt}/t{turn}"
 
 
+def episode_key(rollout: str, attempt: int) -> str:
+    """The name of one environment episode; `attempt` is the environment's."""
+    return f"{rollout}-a{attempt}"
+
+
 @dataclass(frozen=True, slots=True)
 class SealedSibling:
     """The terminal result of a sibling. Tokens lie in the data plane under `call_keys`."""
@@ -108,6 +114,40 @@ class Sibling:
     def interruptions(self) -> int:
         """Attempts that neither failed nor were sealed, because a restart ended them."""
         return self.attempt - self.infrastructure_failures - self.data_failures
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeRecord:
+    """One running episode at its newest turn boundary: what an environment exports and continues from.
+
+    `attempt` is the environment's; `turn` counts finished turns, of which `rewards`, `calls` (keys of staged calls) and
+    `weight_versions` (the newest of each call) have one entry each. `messages_json` is a JSON list of
+    `{"role": "environment" | "policy", "text": …}`, the environment's first. `instance` exported it.
+    """
+
+    rollout_id: str
+    attempt: int
+    instance: str
+    environment: str
+    version: int
+    mode: str
+    seed: int
+    task_json: str
+    task_digest: str
+    turn: int
+    state_json: str
+    state_sha256: str
+    messages_json: str
+    rewards: tuple[float, ...]
+    calls: tuple[str, ...]
+    weight_versions: tuple[int, ...]
+    deadline_left_s: float
+    parked_s: float
+
+    @property
+    def row_key(self) -> str:
+        """How an environment names this episode."""
+        return episode_key(self.rollout_id, self.attempt)
 
 
 @dataclass(frozen=True, slots=True)
