@@ -193,7 +193,12 @@ def _index(tables: StateTables) -> pl.DataFrame:
     siblings = tables.tables["ledger"].select(*_KEY, "siblings").explode("siblings", empty_as_null=False)
     sealed = siblings.select(*_KEY, pl.col("siblings").struct.field("sealed")).drop_nulls("sealed")
     keys = sealed.select(*_KEY, pl.col("sealed").struct.field("call_keys").alias("row_id"))
-    staged = keys.explode("row_id", empty_as_null=False)
+    episodes = tables.tables["episodes"].select("rollout_id", pl.col("calls").alias("row_id"))
+    parsed = pl.col("rollout_id").str.extract_groups(r"^e(?<epoch>\d+)-p(?<prompt_id>\d+)_g\d+$")
+    kept = episodes.select(
+        parsed.struct.field("epoch").cast(pl.Int64), parsed.struct.field("prompt_id").cast(pl.Int64), "row_id"
+    )
+    staged = pl.concat([keys, kept]).explode("row_id", empty_as_null=False)
     group = pl.format("e{}-p{}", "epoch", "prompt_id").alias("group_id")
     kinds = ((training, "training_rows"), (staged, "staged_calls"))
     return pl.concat(frame.select("row_id", pl.lit(kind).alias("kind"), group) for frame, kind in kinds)
@@ -206,6 +211,7 @@ def _tables(state: RolloutState) -> dict[str, pl.DataFrame]:
         "spare_prompts": [plain.plain_prompt(prompt) for prompt in state.spares],
         "dropped": [plain.plain_dropped(dropped) for dropped in state.dropped],
         "trained": [plain.plain_trained(trained) for trained in state.trained],
+        "episodes": [plain.plain_episode(episode) for episode in state.episodes],
     }
     return {
         kind: pl.DataFrame(pl.from_arrow(pa.Table.from_pylist(lines, schema=STATE_SCHEMAS[kind])))

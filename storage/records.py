@@ -36,10 +36,14 @@ class GroupStatus(StrEnum):
 
 
 class AttemptStatus(StrEnum):
-    """`reserved` -> `dispatched` -> `sealed` | `abandoned` (the next attempt is `reserved` again)."""
+    """`reserved` -> `dispatched` -> `sealed` | `abandoned` (the next attempt is `reserved` again).
+
+    After a restart an attempt whose finished turns were kept is `resumed`, until it is dispatched.
+    """
 
     RESERVED = "reserved"
     DISPATCHED = "dispatched"
+    RESUMED = "resumed"
     SEALED = "sealed"
 
 
@@ -101,7 +105,11 @@ class SealedSibling:
 
 @dataclass(frozen=True, slots=True)
 class Sibling:
-    """One generation slot: its current attempt, failure counts and, once sealed, its result."""
+    """One generation slot: its current attempt, failure counts and, once sealed, its result.
+
+    `resumes`: how often an attempt of it went on after a restart with the turns it had. The environment counts each
+    as an attempt of its own.
+    """
 
     generation_index: int
     attempt: int = 0
@@ -109,11 +117,17 @@ class Sibling:
     infrastructure_failures: int = 0
     data_failures: int = 0
     sealed: SealedSibling | None = None
+    resumes: int = 0
 
     @property
     def interruptions(self) -> int:
-        """Attempts that neither failed nor were sealed, because a restart ended them."""
-        return self.attempt - self.infrastructure_failures - self.data_failures
+        """How often a restart interrupted it: attempts that neither failed nor were sealed, and those that went on."""
+        return self.attempt - self.infrastructure_failures - self.data_failures + self.resumes
+
+    @property
+    def environment_attempt(self) -> int:
+        """The environment's number of what runs now or next."""
+        return self.attempt + self.resumes
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +275,7 @@ class RolloutState:
     spares: tuple[PromptRef, ...] = ()
     dropped: tuple[DroppedPrompt, ...] = ()
     trained: tuple[TrainedGroup, ...] = ()
+    episodes: tuple[EpisodeRecord, ...] = ()
 
     @property
     def model_step(self) -> int:
@@ -275,4 +290,5 @@ class RolloutState:
             for sibling in group.siblings:
                 if sibling.sealed is not None:
                     ids.update((key, RowKind.STAGED_CALL) for key in sibling.sealed.call_keys)
+        ids.update((key, RowKind.STAGED_CALL) for episode in self.episodes for key in episode.calls)
         return ids

@@ -16,7 +16,7 @@ from storage.refusals import corrupt, unsupported
 from storage.rows import RowHandle, row_digests
 from storage.schemas import ROW_SCHEMAS
 from storage.snapshot_writer import Placement, state_counts
-from storage.state_schemas import STATE_KINDS, STATE_SCHEMA_VERSION
+from storage.state_schemas import SCHEMAS_BY_VERSION, state_kinds
 from storage.state_tables import RowPlace, decode_state
 
 BUNDLE_KINDS = ("trainer_checkpoint", "rollout_snapshot")
@@ -74,12 +74,13 @@ def read_bundle(store: Store, layout: RunLayout, manifest: Manifest) -> Restored
         raise corrupt(where, f"is a {manifest.kind}, not a bundle that can be restored")
     _require_anchor_of_kind(manifest)
     _refuse_duplicates([entry.path for entry in manifest.files], "file", where)
-    state, places = decode_state(_read_tables(store, manifest, where))
+    version = _state_version(manifest, where)
+    state, places = decode_state(_read_tables(store, manifest, where, version), version=version)
     _refuse_duplicates([place.row_id for place in places], "row", where)
     _compare_ids(state, places, where)
     rows, placements = _read_rows(store, manifest, places, where)
     _compare_calls(state, rows, where)
-    _compare_totals(manifest, state, rows, where)
+    _compare_totals(manifest, state, rows, where, version)
     return RestoredBundle(state, rows, placements, manifest)
 
 
@@ -90,16 +91,28 @@ def _require_anchor_of_kind(manifest: Manifest) -> None:
         raise corrupt(RunLayout(manifest.run).manifest(manifest.sequence), f"is a {manifest.kind} that {found}")
 
 
-def _read_tables(store: Store, manifest: Manifest, where: str) -> dict[str, tuple[str, bytes]]:
+def _state_version(manifest: Manifest, where: str) -> int:
+    """The version of the format that all tables of a bundle have."""
+    versions = {}
+    for entry in manifest.files:
+        if entry.role == "state":
+            if entry.schema_version not in SCHEMAS_BY_VERSION:
+                known = sorted(SCHEMAS_BY_VERSION)
+                raise unsupported(entry.path, f"schema version {entry.schema_version}, this Midflight reads {known}")
+            versions[entry.schema_version] = entry.path
+    if len(versions) != 1:
+        raise corrupt(
+            where, f"mixes state files of the schema versions {sorted(versions)}: {sorted(versions.values())}"
+        )
+    return next(iter(versions))
+
+
+def _read_tables(store: Store, manifest: Manifest, where: str, version: int) -> dict[str, tuple[str, bytes]]:
     entries = [entry for entry in manifest.files if entry.role == "state"]
     kinds = Counter(entry.kind for entry in entries)
-    if kinds != Counter(STATE_KINDS):
+    if kinds != Counter(state_kinds(version)):
         found = sorted(map(str, kinds.elements()))
-        raise corrupt(where, f"lists state files {found}, expected each of {sorted(STATE_KINDS)} once")
-    for entry in entries:
-        if entry.schema_version != STATE_SCHEMA_VERSION:
-            version = f"schema version {entry.schema_version}"
-            raise unsupported(entry.path, f"{version}, this Midflight reads {STATE_SCHEMA_VERSION}")
+        raise corrupt(where, f"lists state files {found}, expected each of {sorted(state_kinds(version))} once")
     return {str(entry.kind): (entry.path, read_verified(store, entry)) for entry in entries}
 
 
@@ -161,6 +174,10 @@ def _rows_of_part(store: Store, entry: FileEntry, places: list[RowPlace]) -> dic
 
 def _compare_calls(state: RolloutState, rows: Mapping[str, RowHandle], where: str) -> None:
     """The ledger names calls with their digests; the rows must be those calls."""
+    for episode in state.episodes:
+        for key in episode.calls:
+            if (found := rows[key].batch.column("rollout_id")[rows[key].index].as_py()) != episode.rollout_id:
+                raise corrupt(where, f"episode {episode.row_key} includes call {key}, which is one of {found}")
     for group in state.ledger:
         for sealed in (sibling.sealed for sibling in group.siblings if sibling.sealed is not None):
             for key, digest in zip(sealed.call_keys, sealed.digests, strict=True):
@@ -169,8 +186,10 @@ def _compare_calls(state: RolloutState, rows: Mapping[str, RowHandle], where: st
                     raise corrupt(where, f"{found}, the ledger says {digest}")
 
 
-def _compare_totals(manifest: Manifest, state: RolloutState, rows: Mapping[str, RowHandle], where: str) -> None:
-    counts = state_counts(state)
+def _compare_totals(
+    manifest: Manifest, state: RolloutState, rows: Mapping[str, RowHandle], where: str, version: int
+) -> None:
+    counts = state_counts(state, version=version)
     if counts != manifest.counts:
         raise corrupt(where, f"counts are {counts}, the manifest says {manifest.counts}")
     by_kind = {entry.kind: entry.rows for entry in manifest.files if entry.role == "state"}
@@ -181,11 +200,13 @@ def _compare_totals(manifest: Manifest, state: RolloutState, rows: Mapping[str, 
         "dropped": len(state.dropped),
         "trained": len(state.trained),
         "rows": len(rows),
+        "episodes": len(state.episodes),
         "progress": None,
     }
+    held = {kind: held[kind] for kind in state_kinds(version)}
     if by_kind != held:
         raise corrupt(where, f"tables hold {held} rows, the manifest says {by_kind}")
-    if (actual := logical_digest(state, rows)) != manifest.logical_digest:
+    if (actual := logical_digest(state, rows, version=version)) != manifest.logical_digest:
         raise corrupt(where, f"logical digest is {actual}, the manifest says {manifest.logical_digest}")
 
 

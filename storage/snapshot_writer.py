@@ -164,8 +164,10 @@ class SnapshotWriter:
         )
 
 
-def state_counts(state: RolloutState) -> dict[str, int]:
+def state_counts(state: RolloutState, *, version: int = STATE_SCHEMA_VERSION) -> dict[str, int]:
     """The counts that a manifest states and a reader compares; manifests outlive the bundles they describe.
+
+    `version`: that of the format; the first one did not count episodes.
 
     `reusable_siblings` are sealed ones of groups whose recovery level keeps them; `running_attempts` were
     dispatched and unsealed at the cut.
@@ -179,7 +181,9 @@ def state_counts(state: RolloutState) -> dict[str, int]:
         for sibling in group.siblings
         if sibling.sealed is not None
     ]
+    episodes = {"episodes": len(state.episodes), "finished_turns": sum(episode.turn for episode in state.episodes)}
     return {
+        **(episodes if version > 1 else {}),
         "ledger_groups": len(state.ledger),
         "siblings": len(siblings),
         "sealed_siblings": sum(sibling.sealed is not None for sibling in siblings),

@@ -6,11 +6,14 @@ from collections.abc import Iterable, Iterator
 from storage.records import (
     AttemptStatus,
     BufferedGroup,
+    EpisodeRecord,
     GroupPhase,
     GroupStatus,
     LedgerGroup,
+    RecoveryLevel,
     RolloutState,
     Sibling,
+    rollout_id,
 )
 
 
@@ -24,6 +27,7 @@ def defects(state: RolloutState) -> list[str]:
         *(defect for group in state.buffer for defect in _buffered_defects(group)),
         *(defect for trained in state.trained for defect in _buffered_defects(trained.group)),
         *_trained_defects(state),
+        *_episode_defects(state),
     ]
 
 
@@ -47,7 +51,8 @@ def _rows_once(state: RolloutState) -> Iterator[str]:
     groups = [*state.buffer, *(trained.group for trained in state.trained)]
     yield from _duplicates("row", (row for group in groups for row in group.row_ids))
     sealed = [s.sealed for group in state.ledger for s in group.siblings if s.sealed is not None]
-    yield from _duplicates("staged call", (key for result in sealed for key in result.call_keys))
+    kept = (key for episode in state.episodes for key in episode.calls)
+    yield from _duplicates("staged call", (*(key for result in sealed for key in result.call_keys), *kept))
 
 
 def _duplicates(what: str, ids: Iterable[str]) -> Iterator[str]:
@@ -103,6 +108,35 @@ def _batch_defects(ledger: Iterable[LedgerGroup]) -> Iterator[str]:
 def _buffered_defects(group: BufferedGroup) -> Iterator[str]:
     if len(group.row_ids) != len(group.rewards) or not group.row_ids:
         yield f"group {group.group_id} has {len(group.row_ids)} rows and {len(group.rewards)} rewards"
+
+
+def _episode_defects(state: RolloutState) -> Iterator[str]:
+    """An episode belongs to the running attempt of a sibling that is to be restored at its turns."""
+    yield from _duplicates("episode of rollout", (episode.rollout_id for episode in state.episodes))
+    owed = {
+        rollout_id(group.group_id, sibling.generation_index): (group, sibling)
+        for group in state.ledger
+        for sibling in group.siblings
+    }
+    for episode in state.episodes:
+        if episode.rollout_id not in owed:
+            yield f"episode {episode.row_key} is of no sibling in the ledger"
+            continue
+        if (defect := _episode_defect(episode, *owed[episode.rollout_id])) is not None:
+            yield f"episode {episode.row_key}: {defect}"
+
+
+def _episode_defect(episode: EpisodeRecord, group: LedgerGroup, sibling: Sibling) -> str | None:
+    if sibling.status not in (AttemptStatus.DISPATCHED, AttemptStatus.RESUMED):
+        return f"its sibling is {sibling.status}"
+    if group.level is not RecoveryLevel.TURN:
+        return f"its group is restored at level {group.level}"
+    if episode.attempt != sibling.environment_attempt:
+        return f"the environment attempt of its sibling is {sibling.environment_attempt}"
+    lengths = {len(episode.rewards), len(episode.calls), len(episode.weight_versions), episode.turn}
+    if len(lengths) != 1:
+        return f"{episode.turn} turns with {len(episode.rewards)} rewards and {len(episode.calls)} calls"
+    return None
 
 
 def _trained_defects(state: RolloutState) -> Iterator[str]:

@@ -8,6 +8,7 @@ from storage.records import (
     AttemptStatus,
     BufferedGroup,
     DroppedPrompt,
+    EpisodeRecord,
     GroupPhase,
     GroupStatus,
     LedgerGroup,
@@ -114,6 +115,17 @@ def dropped_from(plain: Mapping[str, Any]) -> DroppedPrompt:
     return DroppedPrompt(prompt_from(plain), plain["reason"], plain["target_step"])
 
 
+def plain_episode(episode: EpisodeRecord) -> Plain:
+    """A running episode at a turn boundary."""
+    plain = {field.name: getattr(episode, field.name) for field in dataclasses.fields(episode)}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
+
+
+def episode_from(plain: Mapping[str, Any]) -> EpisodeRecord:
+    """A running episode at a turn boundary."""
+    return EpisodeRecord(**{name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()})
+
+
 def plain_progress(progress: Progress) -> Plain:
     """Counters and cursors; the keys of `shortfall` become strings, as JSON wants them."""
     plain = {field.name: getattr(progress, field.name) for field in dataclasses.fields(progress)}
@@ -133,8 +145,17 @@ def progress_from(plain: Mapping[str, Any]) -> Progress:
     )
 
 
-def plain_state(state: RolloutState) -> Plain:
-    """The whole state; equal states have equal values."""
+def plain_state(state: RolloutState, version: int) -> Plain:
+    """The whole state as a version of the format knows it; equal states have equal values."""
+    plain = _plain_state(state)
+    if version == 1:
+        del plain["episodes"]
+        for sibling in (sibling for group in plain["ledger"] for sibling in group["siblings"]):
+            del sibling["resumes"]
+    return plain
+
+
+def _plain_state(state: RolloutState) -> Plain:
     return {
         "progress": plain_progress(state.progress),
         "ledger": [plain_ledger_group(group) for group in state.ledger],
@@ -142,6 +163,7 @@ def plain_state(state: RolloutState) -> Plain:
         "spare_prompts": [plain_prompt(prompt) for prompt in state.spares],
         "dropped": [plain_dropped(dropped) for dropped in state.dropped],
         "trained": [plain_trained(trained) for trained in state.trained],
+        "episodes": [plain_episode(episode) for episode in state.episodes],
     }
 
 
@@ -162,6 +184,7 @@ def _plain_sibling(sibling: Sibling) -> Plain:
             "masked": sealed.masked,
             "num_tokens": sealed.num_tokens,
         },
+        "resumes": sibling.resumes,
     }
 
 
@@ -182,4 +205,5 @@ def _sibling_from(plain: Mapping[str, Any]) -> Sibling:
             masked=sealed["masked"],
             num_tokens=sealed["num_tokens"],
         ),
+        resumes=plain.get("resumes", 0),
     )

@@ -1,8 +1,10 @@
-"""Arrow schemas of the rollout state's tables, with their version."""
+"""Arrow schemas of the rollout state's tables, by version. Version 2 added episodes, and `resumes` to a sibling."""
+
+from collections.abc import Mapping
 
 import pyarrow as pa
 
-STATE_SCHEMA_VERSION = 1
+STATE_SCHEMA_VERSION = 2
 
 _NULLABLE = ("target_step", "start_version", "claimed_by", "sealed")
 
@@ -48,7 +50,7 @@ _SEALED = _struct(
     ("num_tokens", pa.int64()),
 )
 
-_SIBLING = _struct(
+_SIBLING_1 = (
     ("generation_index", pa.int64()),
     ("attempt", pa.int64()),
     ("status", pa.string()),
@@ -56,19 +58,46 @@ _SIBLING = _struct(
     ("data_failures", pa.int64()),
     ("sealed", _SEALED),
 )
+_SIBLING = (*_SIBLING_1, ("resumes", pa.int64()))
 
 REPLAY_INDEX = _schema(*_BUFFERED)
 TRAINED = _schema(("step", pa.int64()), ("position", pa.int64()), *_BUFFERED)
-LEDGER = _schema(
-    *_PROMPT,
-    ("level", pa.string()),
-    ("batch", pa.int64()),
-    ("order", pa.int64()),
-    ("phase", pa.string()),
-    ("status", pa.string()),
-    ("target_step", pa.int64()),
-    ("start_version", pa.int64()),
-    ("siblings", _list_of(_SIBLING)),
+
+
+def _ledger(sibling: tuple[tuple[str, pa.DataType], ...]) -> pa.Schema:
+    return _schema(
+        *_PROMPT,
+        ("level", pa.string()),
+        ("batch", pa.int64()),
+        ("order", pa.int64()),
+        ("phase", pa.string()),
+        ("status", pa.string()),
+        ("target_step", pa.int64()),
+        ("start_version", pa.int64()),
+        ("siblings", _list_of(_struct(*sibling))),
+    )
+
+
+LEDGER = _ledger(_SIBLING)
+EPISODES = _schema(
+    ("rollout_id", pa.string()),
+    ("attempt", pa.int64()),
+    ("instance", pa.string()),
+    ("environment", pa.string()),
+    ("version", pa.int64()),
+    ("mode", pa.string()),
+    ("seed", pa.int64()),
+    ("task_json", pa.string()),
+    ("task_digest", pa.string()),
+    ("turn", pa.int64()),
+    ("state_json", pa.string()),
+    ("state_sha256", pa.string()),
+    ("messages_json", pa.string()),
+    ("rewards", _list_of(pa.float64())),
+    ("calls", _list_of(pa.string())),
+    ("weight_versions", _list_of(pa.int64())),
+    ("deadline_left_s", pa.float64()),
+    ("parked_s", pa.float64()),
 )
 SPARE_PROMPTS = _schema(*_PROMPT)
 DROPPED = _schema(*_PROMPT, ("reason", pa.string()), ("target_step", pa.int64()))
@@ -87,7 +116,19 @@ STATE_SCHEMAS = {
     "dropped": DROPPED,
     "trained": TRAINED,
     "rows": ROWS,
+    "episodes": EPISODES,
+}
+
+# What a reader expects of each version that was ever written.
+SCHEMAS_BY_VERSION: Mapping[int, Mapping[str, pa.Schema]] = {
+    1: {kind: schema for kind, schema in STATE_SCHEMAS.items() if kind != "episodes"} | {"ledger": _ledger(_SIBLING_1)},
+    2: STATE_SCHEMAS,
 }
 
 # Every bundle holds each of these files exactly once, even when empty: a missing one is never "no entries".
 STATE_KINDS = (*STATE_SCHEMAS, "progress")
+
+
+def state_kinds(version: int) -> tuple[str, ...]:
+    """The files of a bundle in a version of the format."""
+    return (*SCHEMAS_BY_VERSION[version], "progress")

@@ -13,7 +13,7 @@ from storage.parquet import decode_table, encode_table
 from storage.records import Progress, RolloutState
 from storage.refusals import corrupt
 from storage.state_checks import defects
-from storage.state_schemas import ROWS, STATE_KINDS, STATE_SCHEMAS
+from storage.state_schemas import ROWS, SCHEMAS_BY_VERSION, STATE_SCHEMA_VERSION, STATE_SCHEMAS, state_kinds
 
 T = TypeVar("T")
 
@@ -46,6 +46,7 @@ def encode_state(state: RolloutState, places: list[RowPlace], *, writer: str) ->
         "spare_prompts": [plain.plain_prompt(prompt) for prompt in state.spares],
         "dropped": [plain.plain_dropped(dropped) for dropped in state.dropped],
         "trained": [plain.plain_trained(trained) for trained in state.trained],
+        "episodes": [plain.plain_episode(episode) for episode in state.episodes],
     }
     files = [
         _state_file(kind, pa.Table.from_pylist(rows, schema=STATE_SCHEMAS[kind]), writer)
@@ -62,22 +63,26 @@ def _state_file(kind: str, table: pa.Table, writer: str) -> StateFile:
     return StateFile(kind, encode_table(table, writer=writer), table.num_rows)
 
 
-def decode_state(files: Mapping[str, tuple[str, bytes]]) -> tuple[RolloutState, list[RowPlace]]:
-    """State and row places from `kind -> (path, verified bytes)`, which holds each of `STATE_KINDS`.
+def decode_state(
+    files: Mapping[str, tuple[str, bytes]], *, version: int = STATE_SCHEMA_VERSION
+) -> tuple[RolloutState, list[RowPlace]]:
+    """State and row places from `kind -> (path, verified bytes)`, which holds each of `state_kinds(version)`.
 
     Raises: SnapshotCorrupt naming the file and what is wrong, or the promise that the state breaks.
     """
-    if missing := set(STATE_KINDS) - files.keys():
+    if missing := set(state_kinds(version)) - files.keys():
         raise corrupt("the bundle", f"has no {sorted(missing)}")
+    schemas = SCHEMAS_BY_VERSION[version]
     state = RolloutState(
         progress=_decode_progress(*files["progress"]),
-        ledger=_decode_records("ledger", files, plain.ledger_group_from),
-        buffer=_decode_records("replay_index", files, plain.buffered_from),
-        spares=_decode_records("spare_prompts", files, plain.prompt_from),
-        dropped=_decode_records("dropped", files, plain.dropped_from),
-        trained=_decode_records("trained", files, plain.trained_from),
+        ledger=_decode_records("ledger", files, schemas, plain.ledger_group_from),
+        buffer=_decode_records("replay_index", files, schemas, plain.buffered_from),
+        spares=_decode_records("spare_prompts", files, schemas, plain.prompt_from),
+        dropped=_decode_records("dropped", files, schemas, plain.dropped_from),
+        trained=_decode_records("trained", files, schemas, plain.trained_from),
+        episodes=_decode_records("episodes", files, schemas, plain.episode_from) if "episodes" in schemas else (),
     )
-    places = _decode_records("rows", files, lambda row: RowPlace(**row))
+    places = _decode_records("rows", files, schemas, lambda row: RowPlace(**row))
     if found := defects(state):
         path = files["replay_index"][0]
         raise corrupt(f"{path} and its sister tables", "; ".join(found))
@@ -85,10 +90,13 @@ def decode_state(files: Mapping[str, tuple[str, bytes]]) -> tuple[RolloutState, 
 
 
 def _decode_records(
-    kind: str, files: Mapping[str, tuple[str, bytes]], build: Callable[[dict[str, Any]], T]
+    kind: str,
+    files: Mapping[str, tuple[str, bytes]],
+    schemas: Mapping[str, pa.Schema],
+    build: Callable[[dict[str, Any]], T],
 ) -> tuple[T, ...]:
     path, data = files[kind]
-    table = decode_table(data, STATE_SCHEMAS[kind], path)
+    table = decode_table(data, schemas[kind], path)
     try:
         return tuple(build(row) for row in table.to_pylist())
     except (ValueError, TypeError, KeyError) as error:

@@ -18,6 +18,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from storage.canonical import canonical_json, sha256
 from storage.catalog import Selection, select
 from storage.checkpoints import CheckpointFiles
 from storage.errors import StoreOutcomeUnknown, StoreUnavailable
@@ -27,6 +28,7 @@ from storage.manifests import Anchor, Manifest, ManifestLog
 from storage.records import (
     AttemptStatus,
     BufferedGroup,
+    EpisodeRecord,
     GroupPhase,
     LedgerGroup,
     Progress,
@@ -141,6 +143,52 @@ class Make:
             start_version=0,
         )
         return replace(group, **changes), rows
+
+    def episode_group(self, prompt_id: int, *, turns: int = 2) -> tuple[LedgerGroup, tuple[EpisodeRecord, ...], Rows]:
+        """A group at level `turn`: one sibling that was resumed once is in the middle of its episode, one just began."""
+        group, _ = self.ledger_group(prompt_id, sealed=0, level=RecoveryLevel.TURN)
+        rollout = rollout_id(group.group_id, 0)
+        calls = [
+            {
+                "row_id": call_key(rollout, attempt=0, turn=turn),
+                "rollout_id": rollout,
+                "group_id": group.group_id,
+                "attempt": 0,
+                "turn": turn,
+                "parent_key": call_key(rollout, attempt=0, turn=turn - 1) if turn else None,
+                "prompt_token_ids": list(range(2, 4 + 2 * turn)),
+                "token_ids": [4 + 2 * turn],
+                "logprobs": [-0.5],
+                "version_starts": [0],
+                "versions": [3],
+                "finish_reason": "stop",
+            }
+            for turn in range(turns)
+        ]
+        rows = {row.row_id: row for row in handles(RowKind.STAGED_CALL, batch_of(RowKind.STAGED_CALL, calls))}
+        state_json = canonical_json({"secret": "k", "asked": turns}).decode()
+        episode = EpisodeRecord(
+            rollout_id=rollout,
+            attempt=1,
+            instance="generator-0",
+            environment="guess15x4",
+            version=1,
+            mode="pure",
+            seed=7,
+            task_json="{}",
+            task_digest=sha256(b"{}"),
+            turn=turns,
+            state_json=state_json,
+            state_sha256=sha256(state_json.encode()),
+            messages_json='[{"role":"environment","text":"?"}]',
+            rewards=(0.0,) * turns,
+            calls=tuple(rows),
+            weight_versions=(3,) * turns,
+            deadline_left_s=599.0,
+            parked_s=0.25,
+        )
+        first, second = group.siblings
+        return replace(group, siblings=(replace(first, resumes=1), second)), (episode,), rows
 
     def state(
         self, *, buffered: tuple[int, ...] = (), ledger: tuple[int, ...] = (), **changes: Any

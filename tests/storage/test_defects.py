@@ -38,7 +38,9 @@ def bundle(run: Any, make: Any) -> Manifest:
         dropped=(DroppedPrompt(make.prompt(5), "data failure", None),),
         trained=(TrainedGroup(0, 0, trained),),
     )
-    manifest: Manifest = run.writer.write(run.bundle(state, rows | trained_rows))
+    group, episodes, calls = make.episode_group(9)
+    state = replace(state, ledger=(*state.ledger, group), episodes=episodes)
+    manifest: Manifest = run.writer.write(run.bundle(state, rows | trained_rows | calls))
     return manifest
 
 
@@ -103,6 +105,8 @@ def test_a_missing_file_is_refused(run: Any, bundle: Manifest, kind: str) -> Non
 def test_a_file_swapped_between_snapshots_is_refused(run: Any, make: Any, bundle: Manifest, kind: str) -> None:
     other_trained, other_rows = make.buffered(60)
     state, rows = make.state(buffered=(2, 11), ledger=(12,), trained=(TrainedGroup(0, 0, other_trained),))
+    group, episodes, calls = make.episode_group(13)
+    state, rows = replace(state, ledger=(*state.ledger, group), episodes=episodes), rows | calls
     other = run.writer.write(run.bundle(replace(state, progress=Progress(next_order=5)), rows | other_rows))
     foreign = [entry for entry in other.files if entry.kind == kind][-1]
     bytes_of_foreign = run.store.read(foreign.path)
@@ -123,7 +127,7 @@ def test_a_file_that_the_manifest_lists_twice_or_not_at_all_is_refused(run: Any,
 
 
 def test_an_extra_state_file_or_part_is_refused(run: Any, bundle: Manifest) -> None:
-    extra = _entry(bundle, "ledger").model_copy(update={"path": "demo/state/extra", "kind": "episodes"})
+    extra = _entry(bundle, "ledger").model_copy(update={"path": "demo/state/extra", "kind": "novelties"})
     _refused(run, bundle.model_copy(update={"files": (*bundle.files, extra)}), says="lists state files")
     part = _entry(bundle, "training_rows").model_copy(update={"path": "demo/parts/extra.parquet"})
     _refused(run, bundle.model_copy(update={"files": (*bundle.files, part)}), says="parts where no row lies")
@@ -147,8 +151,8 @@ def test_an_unknown_field_is_refused(run: Any, bundle: Manifest, kind: str) -> N
 
 @pytest.mark.parametrize("kind", FILES)
 def test_another_schema_version_is_refused(run: Any, bundle: Manifest, kind: str) -> None:
-    later = _with_file(bundle, kind, schema_version=2)
-    _refused(run, later, says="schema version 2", error=FormatUnsupported)
+    later = _with_file(bundle, kind, schema_version=3)
+    _refused(run, later, says="schema version 3", error=FormatUnsupported)
 
 
 @pytest.mark.parametrize("kind", STATE_SCHEMAS)

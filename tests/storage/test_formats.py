@@ -21,7 +21,7 @@ from storage.records import Progress
 from storage.run_record import RECORD_FIELDS, read_run_record
 from storage.schemas import ROW_SCHEMA_VERSION, ROW_SCHEMAS
 from storage.snapshot_reader import read_bundle, verify_model_files
-from storage.state_schemas import STATE_SCHEMA_VERSION, STATE_SCHEMAS
+from storage.state_schemas import SCHEMAS_BY_VERSION
 from storage.trace_reader import read_events
 from storage.verdicts import VERDICT_VERSION, Verdict
 
@@ -49,10 +49,13 @@ def _bare(schema: Any) -> Any:
 def current_formats() -> dict[str, dict[str, Any]]:
     """What this code writes, as `fields.json` has it."""
     progress = {field.name: str(field.type) for field in dataclasses.fields(Progress)}
-    state = {kind: _table(schema) for kind, schema in STATE_SCHEMAS.items()} | {"progress": progress}
+    state = {
+        str(version): {kind: _table(schema) for kind, schema in schemas.items()} | {"progress": progress}
+        for version, schemas in SCHEMAS_BY_VERSION.items()
+    }
     return {
         "rows": {str(ROW_SCHEMA_VERSION): {kind.value: _table(schema) for kind, schema in ROW_SCHEMAS.items()}},
-        "state": {str(STATE_SCHEMA_VERSION): state},
+        "state": state,
         "manifest": {str(FORMAT_VERSION): _bare(Manifest.model_json_schema())},
         "verification": {str(VERDICT_VERSION): _bare(Verdict.model_json_schema())},
         "run.json": {str(version): sorted(fields) for version, fields in RECORD_FIELDS.items()},
@@ -91,6 +94,27 @@ def test_a_store_of_version_1_is_read_whole(version_1: Store) -> None:
     assert read_run_record(version_1, DEMO).name == "demo"
     assert read_run_record(version_1, DEMO).forked_from is None
     assert [e["step"] for e in read_events(version_1, DEMO) if e["event"] == "train_step"] == [1, 2]
+
+
+def test_a_store_of_version_2_is_read_whole_with_its_episodes(tmp_path: Path) -> None:
+    shutil.copytree(FORMATS / "version-2", tmp_path / "store")
+    store = open_store(str(tmp_path / "store"))
+    chosen = select(store, DEMO)
+    assert chosen.target is not None
+    state = read_bundle(store, DEMO, chosen.target).state
+    (episode,) = state.episodes
+    assert (episode.row_key, episode.turn, len(episode.calls)) == ("e0-p11_g0-a1", 2, 2)
+    assert [sibling.resumes for sibling in state.ledger[-1].siblings] == [1, 0]
+    assert chosen.target.counts["finished_turns"] == 2
+
+
+def test_state_tables_of_two_versions_in_one_bundle_are_refused(version_1: Store) -> None:
+    *_, snapshot = read_log(version_1, DEMO)
+    assert isinstance(snapshot, Manifest)
+    first = next(entry for entry in snapshot.files if entry.role == "state")
+    files = [e.model_copy(update={"schema_version": 2}) if e is first else e for e in snapshot.files]
+    with pytest.raises(SnapshotCorrupt, match=r"mixes state files of the schema versions \[1, 2\]"):
+        read_bundle(version_1, DEMO, snapshot.model_copy(update={"files": tuple(files)}))
 
 
 @pytest.mark.parametrize(

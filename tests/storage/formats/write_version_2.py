@@ -1,8 +1,9 @@
-"""Wrote `version-1/`: a small store in format version 1, which readers must keep reading. It is never written again.
+"""Wrote `version-2/`: a small store whose state tables have version 2, which readers must keep reading. It is never
+written again. A program that wrote version 1 is in the history.
 
 Run from the root of the repository, with a folder that does not exist yet:
 
-    python tests/storage/formats/write_version_1.py tests/storage/formats/version-1
+    python tests/storage/formats/write_version_2.py tests/storage/formats/version-2
 """
 
 import json
@@ -43,7 +44,9 @@ def write(folder: Path) -> None:
         dropped=(DroppedPrompt(make.prompt(10), "data failure", None),),
         trained=(TrainedGroup(2, 0, trained),),
     )
-    captured = run.bundle(state, rows | trained_rows, anchor=checkpoint)
+    group, episodes, episode_rows = make.episode_group(11)
+    state = replace(state, ledger=(*state.ledger, group), episodes=episodes)
+    captured = run.bundle(state, rows | trained_rows | episode_rows, anchor=checkpoint)
     run.writer.write(replace(captured, cut_time=checkpoint.created_at + 1))
     lines = [json.dumps(event) for event in _events(checkpoint.created_at)]
     run.store.write(run.layout.trace("controller"), ("\n".join(lines) + "\n").encode())
