@@ -93,10 +93,10 @@ def _require_anchor_of_kind(manifest: Manifest) -> None:
 
 def _state_version(manifest: Manifest, where: str) -> int:
     """The version of the format that all tables of a bundle have."""
-    versions = {}
+    versions: dict[int, str] = {}
     for entry in manifest.files:
         if entry.role == "state":
-            if entry.schema_version not in SCHEMAS_BY_VERSION:
+            if entry.schema_version is None or entry.schema_version not in SCHEMAS_BY_VERSION:
                 known = sorted(SCHEMAS_BY_VERSION)
                 raise unsupported(entry.path, f"schema version {entry.schema_version}, this Midflight reads {known}")
             versions[entry.schema_version] = entry.path

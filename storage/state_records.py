@@ -123,7 +123,8 @@ def plain_episode(episode: EpisodeRecord) -> Plain:
 
 def episode_from(plain: Mapping[str, Any]) -> EpisodeRecord:
     """A running episode at a turn boundary."""
-    return EpisodeRecord(**{name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()})
+    values: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in plain.items()}
+    return EpisodeRecord(**values)
 
 
 def plain_progress(progress: Progress) -> Plain:

@@ -145,7 +145,7 @@ class Make:
         return replace(group, **changes), rows
 
     def episode_group(self, prompt_id: int, *, turns: int = 2) -> tuple[LedgerGroup, tuple[EpisodeRecord, ...], Rows]:
-        """A group at level `turn`: one sibling that was resumed once is in the middle of its episode, one just began."""
+        """A group at level `turn`: one sibling, resumed once, is in the middle of its episode, the other just began."""
         group, _ = self.ledger_group(prompt_id, sealed=0, level=RecoveryLevel.TURN)
         rollout = rollout_id(group.group_id, 0)
         calls = [
