@@ -11,6 +11,7 @@ import torch
 from gpu_workers.controller.barrier import DataPlaneBarrier
 from gpu_workers.controller.bundle_publisher import BundlePublisher
 from gpu_workers.controller.counted_trace import CountedTrace
+from gpu_workers.controller.environment_checkpoint import NoEnvironmentCheckpoint
 from gpu_workers.controller.parts import RolloutParts, RolloutRuntimeState
 from gpu_workers.controller.ports import Trainer
 from gpu_workers.controller.prompt_source import PromptSource
@@ -133,7 +134,7 @@ class Saver:
         bundles = PublishedBundles(self.store, self.layout, log, checkpointing=keeping, snapshots=snapshots)
         self._publisher = BundlePublisher(parts, bundles, identity="f" * 64)
         checkpoints = TrainerCheckpoints(parts, cast("Trainer", None), self._publisher)  # none is ever saved
-        self._snapshotter = RolloutSnapshotter(parts, self._publisher, checkpoints)
+        self._snapshotter = RolloutSnapshotter(parts, self._publisher, checkpoints, NoEnvironmentCheckpoint())
         self._attempts = 0
 
     async def snapshot(self) -> dict[str, float]:

@@ -72,7 +72,19 @@ class RolloutRecoveryConfig(Section):
 
     target_level: RecoveryLevel = Field(
         RecoveryLevel.SIBLING,
-        description="'prompt_group': nothing of unfinished groups; 'sibling': sealed siblings.",
+        description="'prompt_group': nothing of unfinished groups; 'sibling': sealed siblings; 'turn': also the "
+        "finished turns of running episodes of a multi-turn environment.",
+    )
+
+
+class EnvironmentConfig(Section):
+    """Multi-turn environments, which data.task names."""
+
+    deadline_s: PositiveFloat = Field(
+        20.0, description="Deadline of each phase of an environment checkpoint: prepare, commit, restore."
+    )
+    lease_grace_s: PositiveFloat = Field(
+        30.0, description="An environment that is closed and hears nothing for so long after a deadline opens itself."
     )
 
 
@@ -121,6 +133,7 @@ class RunConfig(Section):
     checkpointing: CheckpointingConfig = CheckpointingConfig()
     rollout_checkpointing: RolloutCheckpointingConfig = RolloutCheckpointingConfig()
     rollout_recovery: RolloutRecoveryConfig = RolloutRecoveryConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     store: StoreConfig = StoreConfig()
     cluster: ClusterConfig = ClusterConfig()
 

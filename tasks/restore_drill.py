@@ -18,6 +18,7 @@ import pyarrow as pa
 from gpu_workers.controller.barrier import DataPlaneBarrier
 from gpu_workers.controller.bundle_publisher import BundlePublisher, Captured
 from gpu_workers.controller.counted_trace import CountedTrace
+from gpu_workers.controller.environment_checkpoint import EnvironmentSnapshot, NoEnvironmentCheckpoint
 from gpu_workers.controller.parts import RolloutParts, RolloutRuntimeState
 from gpu_workers.controller.ports import GroupOrder, SiblingResult, StepResult, WeightsRef
 from gpu_workers.controller.prompt_source import Dataset, PromptSource
@@ -27,13 +28,14 @@ from gpu_workers.controller.restorer import LINKS, RestorePlan, RolloutRestorer
 from gpu_workers.controller.row_store import RowStore
 from gpu_workers.controller.samplers.build import build_sampler
 from gpu_workers.controller.weight_sync import WeightSync
+from gpu_workers.environments.ports import Exported
 from gpu_workers.environments.tasks import build_task
 from storage.errors import BrokenInvariant, ConfigurationError, FormatUnsupported, RestoreRefused, StoreError
 from storage.identity import identity
 from storage.layout import RunLayout
 from storage.logical_digest import logical_digest
 from storage.manifests import FileEntry, Manifest
-from storage.records import AttemptStatus, GroupStatus, LedgerGroup, RecoveryLevel, RolloutState, Sibling
+from storage.records import AttemptStatus, EpisodeRecord, GroupStatus, LedgerGroup, RecoveryLevel, RolloutState, Sibling
 from storage.rows import RowHandle
 from storage.run_config import DataConfig, RunConfig
 from storage.runs import saved_config
@@ -104,7 +106,8 @@ class Drill:
     async def _captured(self, parts: RolloutParts, bundle: RestoredBundle, anchor: Manifest | None) -> Captured:
         trainer, generator = _NoTrainer(), _NoGenerator()
         reader = _Held(bundle, anchor)
-        restorer = self._restorer(parts, trainer, WeightSync(parts, trainer, generator), reader)
+        environment = _KeptEpisodes()
+        restorer = self._restorer(parts, trainer, WeightSync(parts, trainer, generator), reader, environment)
         plan = RestorePlan(bundle.manifest.sequence, None if anchor is None else anchor.sequence)
         link = LINKS[0]
         try:
@@ -113,7 +116,7 @@ class Drill:
             link = "capture"
             restorer.require_complete(plan)
             publisher = BundlePublisher(parts, _NoStore(), identity=identity(parts.config).fingerprint)
-            return await publisher.capture(model_step=parts.state.train_steps)
+            return await publisher.capture(model_step=parts.state.train_steps, environment=environment.exported())
         except Exception as error:
             raise _LinkFailed(link) from error
 
@@ -132,7 +135,7 @@ def _difference(captured: Captured, bundle: RestoredBundle) -> str:
     saved = bundle.state
     differs = [
         name
-        for name in ("progress", "ledger", "buffer", "spares", "dropped", "trained")
+        for name in ("progress", "ledger", "buffer", "spares", "dropped", "trained", "episodes")
         if getattr(state, name) != getattr(saved, name)
     ]
     if rows != bundle.rows:
@@ -154,7 +157,8 @@ def _as_saved(captured: Captured, bundle: RestoredBundle) -> tuple[RolloutState,
         ledger.append(restarted)
         if before is not None and restarted == before:
             rows |= {key: bundle.rows[key] for key in _dropped_calls(group, before)}
-    return replace(captured.state, ledger=tuple(ledger)), rows
+    episodes = tuple(replace(episode, attempt=episode.attempt - 1) for episode in captured.state.episodes)
+    return replace(captured.state, ledger=tuple(ledger), episodes=episodes), rows
 
 
 def _before_restart(group: LedgerGroup, saved: LedgerGroup) -> LedgerGroup:
@@ -174,7 +178,8 @@ def _attempt_before(now: Sibling, then: Sibling, level: RecoveryLevel) -> Siblin
     started = then.status is not AttemptStatus.RESERVED
     ended = then.sealed is None or level is RecoveryLevel.PROMPT_GROUP
     again = replace(then, attempt=then.attempt + 1, status=AttemptStatus.RESERVED, sealed=None)
-    return then if started and ended and now == again else now
+    resumed = replace(then, status=AttemptStatus.RESUMED, resumes=then.resumes + 1)
+    return then if started and ended and now in (again, resumed) else now
 
 
 def _dropped_calls(group: LedgerGroup, saved: LedgerGroup) -> list[str]:
@@ -204,6 +209,26 @@ class _Held:
         if sequence != self._bundle.manifest.sequence:
             raise BrokenInvariant(f"the restore of {self._bundle.manifest.sequence} asks for bundle {sequence}")
         return self._bundle
+
+
+class _KeptEpisodes(NoEnvironmentCheckpoint):
+    """Stands for environments that take every episode over."""
+
+    def __init__(self) -> None:
+        self._episodes: tuple[EpisodeRecord, ...] = ()
+
+    async def restore(self, episodes: Sequence[EpisodeRecord]) -> Mapping[str, EpisodeRecord]:
+        """Each under the next attempt."""
+        self._episodes = tuple(replace(episode, attempt=episode.attempt + 1) for episode in episodes)
+        return {episode.rollout_id: episode for episode in self._episodes}
+
+    async def discard_restored(self) -> None:
+        """None of them."""
+        self._episodes = ()
+
+    def exported(self) -> EnvironmentSnapshot:
+        """What they would export."""
+        return EnvironmentSnapshot((Exported("drill", "drill", self._episodes, ()),))
 
 
 class _NoTrainer:

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
 from gpu_workers.controller.barrier import Cut
+from gpu_workers.controller.environment_checkpoint import EnvironmentSnapshot
 from gpu_workers.controller.parts import RolloutParts
 from storage.errors import MidflightError
 from storage.manifests import Anchor, FileEntry, Manifest
-from storage.records import AttemptStatus, RolloutState
+from storage.records import AttemptStatus, EpisodeRecord, RolloutState
 from storage.rows import RowHandle
 from storage.snapshot_writer import CapturedBundle
 
@@ -69,6 +70,8 @@ class Captured:
             "rolled_back_train_group_count": self.claimed_groups,
             "sealed_siblings": sum(s.sealed is not None for s in siblings),
             "running_attempts": sum(s.status is AttemptStatus.DISPATCHED for s in siblings),
+            "episodes": len(self.state.episodes),
+            "finished_turns": sum(episode.turn for episode in self.state.episodes),
         }
 
 
@@ -105,24 +108,27 @@ class BundlePublisher:
         """Where the model files of a trainer checkpoint go: another place at each call."""
         return self._bundles.checkpoint_prefix(step)
 
-    async def capture(self, *, model_step: int) -> Captured:
+    async def capture(self, *, model_step: int, environment: EnvironmentSnapshot | None = None) -> Captured:
         """References to everything, under a cut, for a bundle that stands on the model of `model_step`.
 
-        Raises the run's failure: what failed half-way is not saved.
+        Without an `environment` running episodes are left out: a restart runs them again. Raises the run's failure:
+        what failed half-way is not saved.
         """
         parts, asked = self._parts, time.perf_counter()
         async with parts.barrier.cut("snapshot") as cut:
             entered, cut_time = time.perf_counter(), self._next_cut_time()
             if parts.state.failure is not None:
                 raise parts.state.failure
-            state = self._copy_state(cut, model_step)
+            state = self._copy_state(cut, model_step, environment)
             rows = parts.rows.capture(cut)
+            running = set(parts.ledger.staged_keys())
             durable_rows = frozenset(parts.state.recorded.rows(up_to=model_step))
             version = parts.barrier.mutation_version
             trainer_step, claimed = parts.state.train_steps, len(parts.buffer.claimed())
             left = time.perf_counter()
-        if durable_rows:
-            rows = {row_id: row for row_id, row in rows.items() if row_id not in durable_rows}
+        left_out = durable_rows | (running - {key for episode in state.episodes for key in episode.calls})
+        if left_out:
+            rows = {row_id: row for row_id, row in rows.items() if row_id not in left_out}
         wait_ms, cut_ms = (entered - asked) * 1000, (left - entered) * 1000
         return Captured(state, rows, trainer_step, cut_time, version, wait_ms, cut_ms, claimed)
 
@@ -131,8 +137,14 @@ class BundlePublisher:
         self._newest_cut = max(self._wall_clock(), self._newest_cut + _SMALLEST_STEP_S)
         return self._newest_cut
 
-    def _copy_state(self, cut: Cut, model_step: int) -> RolloutState:
+    def _copy_state(self, cut: Cut, model_step: int, environment: EnvironmentSnapshot | None) -> RolloutState:
         parts = self._parts
+        dropped = {gone.prompt.group_id for gone in parts.state.dropped}
+        episodes: tuple[EpisodeRecord, ...] = ()
+        if environment is not None:
+            episodes = environment.check_against_cut(
+                cut, parts.ledger, is_gone=lambda group_id: group_id in parts.buffer or group_id in dropped
+            )
         return RolloutState(
             progress=parts.progress(cut),
             ledger=tuple(g for g in parts.ledger.capture(cut) if g.group_id not in parts.buffer),
@@ -140,6 +152,7 @@ class BundlePublisher:
             spares=tuple(parts.state.spares),
             dropped=tuple(parts.state.dropped),
             trained=parts.state.recorded.capture(cut, after=model_step),
+            episodes=episodes,
         )
 
     async def publish_snapshot(self, captured: Captured) -> Manifest:

@@ -46,9 +46,8 @@ class FailedGroups:
             shortfall = 0 if replaces or stamp is None else state.shortfall.get(stamp, 0) + 1
             if stamp is not None and shortfall:
                 self._policy.require_step_size(stamp, shortfall=shortfall)
-            sealed = [s.sealed for s in group.siblings if s.sealed is not None]
             # First: a clean-up that fails keeps its owner.
-            parts.rows.remove(mutation, [key for result in sealed for key in result.call_keys])
+            parts.rows.remove(mutation, parts.ledger.calls_of(group_id))
             parts.ledger.discard(mutation, group_id)
             if stamp is not None and shortfall:
                 state.shortfall[stamp] = shortfall

@@ -4,11 +4,17 @@ import asyncio
 import contextlib
 from typing import Any
 
+import pyarrow as pa
+
+from gpu_workers.controller.environment_checkpoint import EnvironmentCheckpoint
 from gpu_workers.controller.failed_groups import FailedGroups
 from gpu_workers.controller.failures import FailurePolicy
 from gpu_workers.controller.finalizer import Finalizer
 from gpu_workers.controller.parts import RolloutParts
-from gpu_workers.controller.ports import Generator, GroupOrder, SiblingOrder, SiblingResult
+from gpu_workers.controller.ports import Generator, GroupOrder, SiblingOrder, SiblingResult, TurnResult
+from gpu_workers.controller.recovery_ledger import StagedTurn
+from gpu_workers.controller.rollout_deadlines import RolloutDeadlines
+from gpu_workers.environments.ports import EpisodeId
 from storage.errors import BrokenInvariant, InfrastructureFailure, WorkerDied
 from storage.records import GroupStatus, LedgerGroup, Prompt, RowKind, SealedSibling, Sibling, rollout_id
 
@@ -16,7 +22,16 @@ from storage.records import GroupStatus, LedgerGroup, Prompt, RowKind, SealedSib
 class GroupRunner:
     """Executes ledger groups on the generators. Everything it learns is recorded in one mutation each."""
 
-    def __init__(self, parts: RolloutParts, generator: Generator, finalizer: Finalizer) -> None:
+    def __init__(
+        self,
+        parts: RolloutParts,
+        generator: Generator,
+        finalizer: Finalizer,
+        environment: EnvironmentCheckpoint,
+        deadlines: RolloutDeadlines,
+    ) -> None:
+        self._environment = environment
+        self._deadlines = deadlines
         self._parts = parts
         self._generator = generator
         self._finalizer = finalizer
@@ -69,6 +84,7 @@ class GroupRunner:
                 await asyncio.sleep(pause_s)
             async with self._turn_of(group):
                 message = await self._attempt(group_id, prompt)
+        await self._environment.forget([rollout_id(group_id, s.generation_index) for s in group.siblings])
         untrainable = await self._finalizer.finalize(group_id)
         return await self._failed_groups.give_up(group_id, untrainable, infrastructure=False) if untrainable else None
 
@@ -80,18 +96,27 @@ class GroupRunner:
 
     async def _attempt(self, group_id: str, prompt: Prompt) -> str:
         """Dispatch every unsealed sibling once. Returns the last failure's message, empty when all were sealed."""
+        state = self._parts.state
+        await state.changed.wait_for(lambda: not state.environment_closed)
         async with self._parts.barrier.mutation("dispatch") as mutation:
             running = self._parts.ledger.dispatch(mutation, group_id)
-        for sibling in running:
-            self._record("attempt_dispatched", group_id, sibling, prompt)
-        asked = tuple(SiblingOrder(s.generation_index, s.attempt) for s in running)
-        order = GroupOrder(group_id, prompt, asked)
+        asked = tuple(self._order_of(group_id, sibling) for sibling in running)
+        for sibling, sent in zip(running, asked, strict=True):
+            event = "attempt_resumed" if sent.turns else "attempt_dispatched"
+            facts = {"turns": sent.turns, "environment_attempt": sent.environment_attempt} if sent.turns else {}
+            self._record(event, group_id, sibling, prompt, **facts)
+        order = GroupOrder(group_id, prompt, asked, self._environment.instance_of(group_id))
         message, broken = "", "the generator ended the group without a result for this sibling"
         try:
-            async with asyncio.timeout(self._parts.config.async_rl.rollout_timeout_s):
+            async with (
+                self._deadlines.of(self._parts.config.async_rl.rollout_timeout_s),
                 # Closed at once when the deadline passes, not when the garbage collector finds it.
-                async with contextlib.aclosing(self._generator.generate(order)) as results:
-                    async for result in results:
+                contextlib.aclosing(self._generator.generate(order)) as results,
+            ):
+                async for result in results:
+                    if isinstance(result, TurnResult):
+                        await self._stage(group_id, result)
+                    else:
                         message = await self._receive(group_id, result, prompt) or message
         except TimeoutError:
             broken = f"no result within async_rl.rollout_timeout_s {self._parts.config.async_rl.rollout_timeout_s}"
@@ -107,31 +132,57 @@ class GroupRunner:
                 await self._abandon(group_id, unanswered.generation_index, broken, infrastructure=True)
         return message
 
+    def _order_of(self, group_id: str, sibling: Sibling) -> SiblingOrder:
+        kept = self._parts.ledger.staged(rollout_id(group_id, sibling.generation_index))
+        return SiblingOrder(sibling.generation_index, sibling.attempt, sibling.environment_attempt, len(kept))
+
+    async def _stage(self, group_id: str, result: TurnResult) -> None:
+        """Keep the call of a finished turn. Turns of attempts that are no longer owed are ignored."""
+        if not self._is_owed(group_id, result.generation_index, result.attempt):
+            return
+        async with self._parts.barrier.mutation("stage") as mutation:
+            self._parts.rows.put(mutation, RowKind.STAGED_CALL, result.calls)
+            for turn in _turns_of(result.calls):
+                self._parts.ledger.stage(mutation, group_id, result.generation_index, turn)
+
     async def _receive(self, group_id: str, result: SiblingResult, prompt: Prompt) -> str:
         """Seal a sibling or count its failure. Results of attempts that are no longer owed are ignored."""
         index = result.generation_index
         if not self._is_owed(group_id, index, result.attempt):
             return ""
+        if result.failure is not None and result.failure.refused:
+            await self._refuse(group_id, index, result.failure.message)
+            return ""
         if result.failure is not None:
             message = result.failure.message
             await self._abandon(group_id, index, message, infrastructure=result.failure.infrastructure)
             return message
-        if result.calls is None or result.calls.num_rows == 0:
-            raise BrokenInvariant(f"sibling {rollout_id(group_id, index)} returned neither calls nor a failure")
+        rollout, brought = rollout_id(group_id, index), result.calls
+        turns = [*self._parts.ledger.staged(rollout), *(() if brought is None else _turns_of(brought))]
+        if not turns:
+            raise BrokenInvariant(f"sibling {rollout} returned neither calls nor a failure")
         sealed = SealedSibling(
-            call_keys=tuple(result.calls.column("row_id").to_pylist()),
-            digests=tuple(result.calls.column("digest").to_pylist()),
+            call_keys=tuple(turn.key for turn in turns),
+            digests=tuple(turn.digest for turn in turns),
             reward=result.reward,
             masked=result.masked,
-            num_tokens=sum(len(tokens) for tokens in result.calls.column("token_ids").to_pylist()),
+            num_tokens=sum(turn.num_tokens for turn in turns),
         )
         async with self._parts.barrier.mutation("seal") as mutation:
-            self._parts.rows.put(mutation, RowKind.STAGED_CALL, result.calls)
+            if brought is not None:
+                self._parts.rows.put(mutation, RowKind.STAGED_CALL, brought)
             self._parts.ledger.seal(mutation, group_id, index, sealed)
         sibling = self._parts.ledger.group(group_id).siblings[index]
         facts = {"reward": sealed.reward, "num_tokens": sealed.num_tokens, "digest": sealed.digests[-1]}
         self._record("attempt_sealed", group_id, sibling, prompt, **facts)
         return ""
+
+    async def _refuse(self, group_id: str, generation_index: int, message: str) -> None:
+        """The environment had closed meanwhile: the same attempt is sent again once it is open."""
+        async with self._parts.barrier.mutation("refuse") as mutation:
+            sibling = self._parts.ledger.refuse(mutation, group_id, generation_index)
+        facts = {"rollout_id": rollout_id(group_id, generation_index), "attempt": sibling.attempt}
+        self._parts.trace.record("attempt_refused", **facts, message=message[:500])
 
     def _is_owed(self, group_id: str, generation_index: int, attempt: int) -> bool:
         ledger = self._parts.ledger
@@ -139,16 +190,19 @@ class GroupRunner:
         return current and ledger.group(group_id).siblings[generation_index].sealed is None
 
     async def _abandon(self, group_id: str, generation_index: int, message: str, *, infrastructure: bool) -> None:
-        attempt = self._parts.ledger.group(group_id).siblings[generation_index].attempt
+        rollout, ledger = rollout_id(group_id, generation_index), self._parts.ledger
+        failed = ledger.group(group_id).siblings[generation_index]
         async with self._parts.barrier.mutation("abandon") as mutation:
-            self._parts.ledger.abandon(mutation, group_id, generation_index, infrastructure=infrastructure)
+            self._parts.rows.remove(mutation, [turn.key for turn in ledger.staged(rollout)])
+            ledger.abandon(mutation, group_id, generation_index, infrastructure=infrastructure)
         self._parts.trace.record(
             "attempt_abandoned",
-            rollout_id=rollout_id(group_id, generation_index),
-            attempt=attempt,
+            rollout_id=rollout,
+            attempt=failed.attempt,
             reason="infrastructure" if infrastructure else "data",
             message=message[:500],
         )
+        await self._environment.retire([EpisodeId(rollout, failed.environment_attempt)])
 
     def _record(self, event: str, group_id: str, sibling: Sibling, prompt: Prompt, **facts: Any) -> None:
         self._parts.trace.record(
@@ -160,3 +214,9 @@ class GroupRunner:
             generation_index=sibling.generation_index,
             **facts,
         )
+
+
+def _turns_of(calls: pa.RecordBatch) -> list[StagedTurn]:
+    """The turns that captured calls are, in their order."""
+    columns = (calls.column(name).to_pylist() for name in ("row_id", "digest", "token_ids"))
+    return [StagedTurn(key, digest, len(tokens)) for key, digest, tokens in zip(*columns, strict=True)]

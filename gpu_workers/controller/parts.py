@@ -24,7 +24,8 @@ class RolloutRuntimeState:
     no token is sampled from weights that are about to be replaced. `failure` ends the run.
 
     After a restore the trainer may stand before `restored_step`, which the rollout state belongs to: the steps in
-    between are `recorded` and are trained again first. Nothing is dispatched before the generators have caught up.
+    between are `recorded` and are trained again first. Nothing is dispatched before the generators have caught up, or
+    while the environment is closed for a checkpoint.
     """
 
     train_steps: int = 0
@@ -38,6 +39,7 @@ class RolloutRuntimeState:
     dropped: list[DroppedPrompt] = field(default_factory=list)
     recorded: RecordedSteps = field(default_factory=RecordedSteps)
     restored_step: int = 0
+    environment_closed: bool = False
     in_commit_window: bool = False
     parked: bool = False
     failure: BaseException | None = None

@@ -14,32 +14,48 @@ from storage.records import Prompt
 
 @dataclass(frozen=True, slots=True)
 class SiblingOrder:
-    """One sibling to run: its slot and the attempt number this execution carries."""
+    """One sibling to run: its slot and the attempt number this execution carries.
+
+    `environment_attempt` is what its environment calls this execution, `turns` how many finished turns it goes on from.
+    """
 
     generation_index: int
     attempt: int
+    environment_attempt: int = 0
+    turns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class GroupOrder:
-    """The unsealed siblings of one group, dispatched together to one generator."""
+    """The unsealed siblings of one group, dispatched together to one generator.
+
+    `instance`: the environment that holds restored episodes of it, if one does.
+    """
 
     group_id: str
     prompt: Prompt
     siblings: tuple[SiblingOrder, ...]
+    instance: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A failed attempt: `infrastructure` tells whose fault it is; `message` is the original error."""
+    """A failed attempt: `infrastructure` tells whose fault it is; `message` is the original error.
+
+    `refused`: nothing was begun, because the environment is closed for a checkpoint; the attempt is sent again.
+    """
 
     infrastructure: bool
     message: str
+    refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class SiblingResult:
-    """What one attempt returned: captured calls (`storage.schemas.STAGED_CALLS` rows) and a reward, or a failure."""
+    """What one attempt returned: captured calls (`storage.schemas.STAGED_CALLS` rows) and a reward, or a failure.
+
+    `calls` are those that no `TurnResult` brought before.
+    """
 
     generation_index: int
     attempt: int
@@ -47,6 +63,15 @@ class SiblingResult:
     reward: float = 0.0
     masked: bool = False
     failure: Failure | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TurnResult:
+    """A finished turn of a running attempt: its captured call, one row of `storage.schemas.STAGED_CALLS`."""
+
+    generation_index: int
+    attempt: int
+    calls: pa.RecordBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +94,9 @@ class StepResult:
 class Generator(Protocol):
     """All generators of the run behind one object; it chooses where a group runs."""
 
-    def generate(self, order: GroupOrder) -> AsyncGenerator[SiblingResult, None]:
-        """Run the group; yield each sibling as soon as it is finished. Failures are results, not exceptions,
-        unless the whole call failed (`InfrastructureFailure`). The caller closes the generator, even half-way."""
+    def generate(self, order: GroupOrder) -> AsyncGenerator[SiblingResult | TurnResult, None]:
+        """Run the group; yield each turn and each sibling as soon as it is finished. Failures are results, unless
+        the whole call failed (`InfrastructureFailure`). The caller closes the generator, even half-way."""
         ...
 
     async def load_weights(self, weights: WeightsRef) -> Mapping[str, float]:

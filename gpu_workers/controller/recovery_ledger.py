@@ -8,13 +8,14 @@
 Records are immutable and replaced on every change, so a capture is a copy of references.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from gpu_workers.controller.barrier import Cut, Mutation
 from storage.errors import BrokenInvariant, FinalizationUnknown
 from storage.records import (
     AttemptStatus,
+    EpisodeRecord,
     GroupPhase,
     GroupStatus,
     LedgerGroup,
@@ -22,7 +23,19 @@ from storage.records import (
     RecoveryLevel,
     SealedSibling,
     Sibling,
+    rollout_id,
 )
+
+_RUNNING = (AttemptStatus.DISPATCHED, AttemptStatus.RESUMED)
+
+
+@dataclass(frozen=True, slots=True)
+class StagedTurn:
+    """The captured call of a finished turn whose sibling still runs: its key in the data plane, digest and tokens."""
+
+    key: str
+    digest: str
+    num_tokens: int
 
 
 class RecoveryLedger:
@@ -30,6 +43,7 @@ class RecoveryLedger:
 
     def __init__(self) -> None:
         self._groups: dict[str, LedgerGroup] = {}
+        self._staged: dict[str, tuple[StagedTurn, ...]] = {}
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -103,7 +117,7 @@ class RecoveryLedger:
         return admitted
 
     def dispatch(self, mutation: Mutation, group_id: str) -> list[Sibling]:
-        """Mark every unsealed sibling as running; returns them with their attempt numbers."""
+        """Mark every unsealed sibling as running; returns them with their attempt numbers. Staged turns stay."""
         mutation.require_live()
         group = self.group(group_id)
         if group.phase is not GroupPhase.ADMITTED:
@@ -118,6 +132,34 @@ class RecoveryLedger:
         group = self._groups.get(group_id)
         return group is not None and group.siblings[generation_index].attempt == attempt
 
+    def staged(self, rollout: str) -> tuple[StagedTurn, ...]:
+        """The finished turns of a sibling that still runs, in order."""
+        return self._staged.get(rollout, ())
+
+    def staged_keys(self, group_id: str | None = None) -> list[str]:
+        """Keys of all staged calls that no sealed sibling holds, or of those of one group."""
+        if group_id is None:
+            return [turn.key for turns in self._staged.values() for turn in turns]
+        siblings = self.group(group_id).siblings
+        return [t.key for s in siblings for t in self.staged(rollout_id(group_id, s.generation_index))]
+
+    def stage(self, mutation: Mutation, group_id: str, generation_index: int, turn: StagedTurn) -> None:
+        """Record a finished turn of a running sibling."""
+        mutation.require_live()
+        if self.group(group_id).siblings[generation_index].sealed is not None:
+            raise BrokenInvariant(f"sealed sibling {group_id}_g{generation_index} has finished turn {turn.key}")
+        rollout = rollout_id(group_id, generation_index)
+        self._staged[rollout] = (*self.staged(rollout), turn)
+
+    def refuse(self, mutation: Mutation, group_id: str, generation_index: int) -> Sibling:
+        """Nothing was begun: the same attempt is dispatched again."""
+        mutation.require_live()
+        sibling = self.group(group_id).siblings[generation_index]
+        kept = self.staged(rollout_id(group_id, generation_index))
+        waiting = replace(sibling, status=AttemptStatus.RESUMED if kept else AttemptStatus.RESERVED)
+        self._put_sibling(group_id, waiting)
+        return waiting
+
     def seal(self, mutation: Mutation, group_id: str, generation_index: int, sealed: SealedSibling) -> bool:
         """Record a sibling's terminal result. An equal result again is a no-op (False), a different one an error."""
         mutation.require_live()
@@ -127,13 +169,17 @@ class RecoveryLedger:
                 return False
             raise BrokenInvariant(f"sibling {group_id}_g{generation_index} is sealed again with another result")
         self._put_sibling(group_id, replace(sibling, status=AttemptStatus.SEALED, sealed=sealed))
+        self._staged.pop(rollout_id(group_id, generation_index), None)
         group = self.group(group_id)
         if all(s.sealed is not None for s in group.siblings):
             self._put(replace(group, status=GroupStatus.READY_TO_FINALIZE))
         return True
 
     def abandon(self, mutation: Mutation, group_id: str, generation_index: int, *, infrastructure: bool) -> Sibling:
-        """End a failed attempt; the sibling waits for its next one, its failure counted."""
+        """End a failed attempt; the sibling waits for its next one, its failure counted.
+
+        The caller clears the calls of its finished turns (`staged`) before.
+        """
         mutation.require_live()
         sibling = self.group(group_id).siblings[generation_index]
         if sibling.sealed is not None:
@@ -146,6 +192,7 @@ class RecoveryLedger:
             data_failures=sibling.data_failures + (not infrastructure),
         )
         self._put_sibling(group_id, failed)
+        self._staged.pop(rollout_id(group_id, generation_index), None)
         return failed
 
     def begin_finalize(self, mutation: Mutation, group_id: str) -> LedgerGroup:
@@ -173,11 +220,13 @@ class RecoveryLedger:
         del self._groups[self._finalizing(group_id, "released").group_id]
 
     def discard(self, mutation: Mutation, group_id: str) -> LedgerGroup:
-        """Give a group up. Returns its last record, whose staged calls the caller clears."""
+        """Give a group up. Returns its last record. The caller clears its calls (`calls_of`) before."""
         mutation.require_live()
         group = self.group(group_id)
         if group.status in (GroupStatus.FINALIZING, GroupStatus.FINALIZATION_UNKNOWN):
             raise BrokenInvariant(f"group {group_id} is discarded while it is {group.status.value}")
+        for sibling in group.siblings:
+            self._staged.pop(rollout_id(group_id, sibling.generation_index), None)
         return self._groups.pop(group_id)
 
     def capture(self, cut: Cut) -> tuple[LedgerGroup, ...]:
@@ -188,10 +237,23 @@ class RecoveryLedger:
                 raise FinalizationUnknown(f"group {group.group_id} is {group.status.value}: nothing can be saved")
         return tuple(self.groups())
 
-    def load(self, mutation: Mutation, groups: Iterable[LedgerGroup]) -> None:
-        """Replace everything by restored groups (already normalized by `normalize_for_restart`)."""
+    def calls_of(self, group_id: str) -> list[str]:
+        """Keys of every call in the data plane that belongs to a group."""
+        sealed = [sibling.sealed for sibling in self.group(group_id).siblings if sibling.sealed is not None]
+        return [*(key for result in sealed for key in result.call_keys), *self.staged_keys(group_id)]
+
+    def load(
+        self,
+        mutation: Mutation,
+        groups: Iterable[LedgerGroup],
+        staged: Mapping[str, tuple[StagedTurn, ...]] | None = None,
+    ) -> None:
+        """Replace everything by restored groups (already normalized by `normalize_for_restart`), and by the finished
+        turns of their resumed siblings.
+        """
         mutation.require_live()
         self._groups = {group.group_id: group for group in groups}
+        self._staged = dict(staged or {})
 
     def _finalizing(self, group_id: str, verb: str) -> LedgerGroup:
         group = self.group(group_id)
@@ -216,11 +278,14 @@ class RecoveryLedger:
         self._put(replace(group, siblings=(*siblings[:index], sibling, *siblings[index + 1 :])))
 
 
-def normalize_for_restart(group: LedgerGroup) -> tuple[LedgerGroup, tuple[str, ...]]:
+def normalize_for_restart(
+    group: LedgerGroup, resumed: Mapping[str, EpisodeRecord] | None = None
+) -> tuple[LedgerGroup, tuple[str, ...]]:
     """What a restart makes of a saved group, and the staged call keys that it no longer needs.
 
-    Running attempts are abandoned and start again with the next attempt number. Sealed siblings are kept at level
-    `sibling`; at `prompt_group` they run again too. A group caught while finalizing is finalized again.
+    Running attempts are abandoned and start again with the next attempt number, except those whose environment goes on
+    from the turns it had (`resumed`, by rollout, under the environment's new attempt). Sealed siblings are kept from
+    level `sibling` on; at `prompt_group` they run again too. A group caught while finalizing is finalized again.
     """
     keep_sealed = group.level is not RecoveryLevel.PROMPT_GROUP
     unneeded: list[str] = []
@@ -231,6 +296,11 @@ def normalize_for_restart(group: LedgerGroup) -> tuple[LedgerGroup, tuple[str, .
             continue
         if sibling.sealed is not None:
             unneeded.extend(sibling.sealed.call_keys)
+        episode = (resumed or {}).get(rollout_id(group.group_id, sibling.generation_index))
+        if episode is not None and sibling.status in _RUNNING:
+            resumes = episode.attempt - sibling.attempt
+            siblings.append(replace(sibling, status=AttemptStatus.RESUMED, resumes=resumes))
+            continue
         started = sibling.status is not AttemptStatus.RESERVED
         siblings.append(replace(sibling, attempt=sibling.attempt + started, status=AttemptStatus.RESERVED, sealed=None))
     complete = all(s.sealed is not None for s in siblings)

@@ -12,16 +12,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from gpu_workers.controller.environment_checkpoint import EnvironmentCheckpoint
 from gpu_workers.controller.owed import attempts_of, owe_buffered_again
 from gpu_workers.controller.parts import RolloutParts
 from gpu_workers.controller.ports import Trainer
-from gpu_workers.controller.recovery_ledger import normalize_for_restart
+from gpu_workers.controller.recovery_ledger import StagedTurn, normalize_for_restart
 from gpu_workers.controller.restore_checks import require_compatible
 from gpu_workers.controller.samplers.saved_dispatch import SavedDispatch
 from gpu_workers.controller.weight_sync import WeightSync
 from storage.errors import BrokenInvariant
 from storage.manifests import Manifest
-from storage.records import LedgerGroup, Progress, RolloutState, RowKind, rollout_id
+from storage.records import EpisodeRecord, LedgerGroup, Progress, RolloutState, RowKind, rollout_id
 from storage.rows import RowHandle
 from storage.snapshot_reader import RestoredBundle
 
@@ -51,7 +52,15 @@ class BundleReader(Protocol):
 class RolloutRestorer:
     """Fills the parts from one bundle, before the pumps start."""
 
-    def __init__(self, parts: RolloutParts, trainer: Trainer, weight_sync: WeightSync, reader: BundleReader) -> None:
+    def __init__(
+        self,
+        parts: RolloutParts,
+        trainer: Trainer,
+        weight_sync: WeightSync,
+        reader: BundleReader,
+        environment: EnvironmentCheckpoint,
+    ) -> None:
+        self._environment = environment
         self._parts = parts
         self._trainer = trainer
         self._weight_sync = weight_sync
@@ -151,9 +160,22 @@ class RolloutRestorer:
         return {row_id: rows[row_id] for entry in _state(bundle).trained for row_id in entry.group.row_ids}
 
     async def _restore_ledger(self, bundle: RestoredBundle | None, _plan: RestorePlan) -> Mapping[str, Any]:
-        """Unfinished groups, normalized: running attempts are abandoned, sealed siblings kept by level."""
+        """Unfinished groups, normalized: running attempts are abandoned, or go on from the turns that their environment
+        has taken over; sealed siblings are kept by level. What the environment took over is undone if anything fails.
+        """
+        state = _state(bundle)
+        resumed = await self._environment.restore(state.episodes)
+        try:
+            return await self._load_ledger(bundle, resumed)
+        except BaseException:
+            await self._environment.discard_restored()
+            raise
+
+    async def _load_ledger(
+        self, bundle: RestoredBundle | None, resumed: Mapping[str, EpisodeRecord]
+    ) -> Mapping[str, Any]:
         parts, state = self._parts, _state(bundle)
-        normalized = [normalize_for_restart(group) for group in state.ledger]
+        normalized = [normalize_for_restart(group, resumed) for group in state.ledger]
         unneeded = {key for _, keys in normalized for key in keys}
         groups = [group for group, _ in normalized]
         if not parts.config.checkpointing.load_replay_buffer and bundle is not None:
@@ -164,10 +186,12 @@ class RolloutRestorer:
         rows = self._training_rows(bundle)
         staged = _rows(bundle, RowKind.STAGED_CALL)
         rows.update((key, row) for key, row in staged.items() if key not in unneeded)
+        kept = {episode.rollout_id: _staged_turns(episode, staged) for episode in resumed.values() if episode.calls}
         async with parts.barrier.mutation("restore_ledger") as mutation:
-            parts.ledger.load(mutation, sorted(groups, key=lambda group: group.order))
+            parts.ledger.load(mutation, sorted(groups, key=lambda group: group.order), kept)
             parts.rows.load(mutation, rows)
-        return _count_ledger(groups)
+        turns = {"episodes_resumed": len(resumed), "turns_kept": sum(e.turn for e in resumed.values())}
+        return {**_count_ledger(groups), **turns}
 
     async def _restore_spare_prompts(self, bundle: RestoredBundle | None, _plan: RestorePlan) -> Mapping[str, Any]:
         """The spare pool, present even if empty and whether or not the buffer was loaded."""
@@ -260,6 +284,15 @@ def _state(bundle: RestoredBundle | None) -> RolloutState:
             f"that lead to it from step {bundle.state.model_step}, but its model is that of step {model_step}"
         )
     return bundle.state
+
+
+def _staged_turns(episode: EpisodeRecord, rows: Mapping[str, RowHandle]) -> tuple[StagedTurn, ...]:
+    handles = [rows[key] for key in episode.calls]
+    lengths = [len(handle.batch.column("token_ids")[handle.index]) for handle in handles]
+    return tuple(
+        StagedTurn(key, handle.digest, length)
+        for key, handle, length in zip(episode.calls, handles, lengths, strict=True)
+    )
 
 
 def _rows(bundle: RestoredBundle | None, kind: RowKind) -> dict[str, RowHandle]:

@@ -8,7 +8,7 @@ It moves metadata only. It knows neither Ray nor Prefect; `controller_actor.py` 
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from typing import Any
@@ -17,6 +17,11 @@ from gpu_workers.controller.barrier import DataPlaneBarrier
 from gpu_workers.controller.bundle_publisher import BundlePublisher
 from gpu_workers.controller.checkpoint_schedule import CheckpointSchedule, Trigger, require_metric, step_metrics
 from gpu_workers.controller.counted_trace import CountedTrace
+from gpu_workers.controller.environment_checkpoint import (
+    EnvironmentCheckpoint,
+    InstancesCheckpoint,
+    NoEnvironmentCheckpoint,
+)
 from gpu_workers.controller.finalizer import Assemble, Finalizer
 from gpu_workers.controller.group_runner import GroupRunner
 from gpu_workers.controller.parts import RolloutParts, RolloutRuntimeState
@@ -26,6 +31,7 @@ from gpu_workers.controller.published_bundles import PublishedBundles
 from gpu_workers.controller.recovery_ledger import RecoveryLedger
 from gpu_workers.controller.replay_buffer import ReplayBuffer
 from gpu_workers.controller.restorer import LINKS, RestorePlan, RolloutRestorer
+from gpu_workers.controller.rollout_deadlines import RolloutDeadlines
 from gpu_workers.controller.rollout_pump import RolloutPump
 from gpu_workers.controller.row_assembly import assemble_group
 from gpu_workers.controller.row_store import RowStore
@@ -36,6 +42,7 @@ from gpu_workers.controller.train_pump import TrainPump
 from gpu_workers.controller.trainer_checkpoints import TrainerCheckpoints
 from gpu_workers.controller.watchdog import Watchdog
 from gpu_workers.controller.weight_sync import WeightSync
+from gpu_workers.environments.ports import EnvironmentControl
 from storage.errors import BrokenInvariant, ConfigurationError, MidflightError, StaleIncarnation
 from storage.identity import identity
 from storage.manifests import Anchor
@@ -68,11 +75,14 @@ class SingleController:
         generator: Generator,
         bundles: PublishedBundles,
         trace: Trace,
+        environments: Sequence[EnvironmentControl] = (),
+        incarnation: str = "controller",
         assemble: Assemble = assemble_group,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`assemble` makes the training rows of a group from its calls, in a thread; `clock`, in seconds of any origin,
-        is what the stall watchdog goes by.
+        """`environments`: the instances of a multi-turn environment; none for single-turn tasks. `assemble` makes the
+        training rows of a group from its calls, in a thread; `clock`, in seconds of any origin, is what the stall
+        watchdog goes by.
         """
         source = PromptSource(
             dataset, num_epochs=config.data.num_epochs, seed=config.data.seed, shuffle=config.data.shuffle
@@ -90,7 +100,10 @@ class SingleController:
         )
         self._bundles = bundles
         self._weight_sync = WeightSync(self.parts, trainer, generator)
-        runner = GroupRunner(self.parts, generator, Finalizer(self.parts, assemble))
+        deadlines = RolloutDeadlines()
+        self._environment = self._build_environment_checkpoint(environments, deadlines, incarnation)
+        finalizer = Finalizer(self.parts, assemble)
+        runner = GroupRunner(self.parts, generator, finalizer, self._environment, deadlines)
         self._rollout_pump = RolloutPump(self.parts, runner)
         self.watchdog = Watchdog(self.parts, running_groups=lambda: runner.running, clock=clock)
         stale_groups = StaleGroups(self.parts, generator, stop=runner.stop)
@@ -98,10 +111,10 @@ class SingleController:
         fingerprint = identity(config).fingerprint
         self._publisher = BundlePublisher(self.parts, bundles, identity=fingerprint)
         self._checkpoints = TrainerCheckpoints(self.parts, trainer, self._publisher)
-        self._snapshotter = RolloutSnapshotter(self.parts, self._publisher, self._checkpoints)
+        self._snapshotter = RolloutSnapshotter(self.parts, self._publisher, self._checkpoints, self._environment)
         self._schedule = CheckpointSchedule(config)
         self._durable_after: dict[int, int] = {}
-        self._restorer = RolloutRestorer(self.parts, trainer, self._weight_sync, bundles)
+        self._restorer = RolloutRestorer(self.parts, trainer, self._weight_sync, bundles, self._environment)
         self._train_lock = asyncio.Lock()
         self._restore_lock = asyncio.Lock()
         self._started: tuple[RestorePlan, Mapping[str, Any]] | None = None
@@ -109,6 +122,21 @@ class SingleController:
         self._watching: asyncio.Task[None] | None = None
         self._early_snapshot: asyncio.Task[None] | None = None
         self._state = ControllerState.EMPTY
+
+    def _build_environment_checkpoint(
+        self, environments: Sequence[EnvironmentControl], deadlines: RolloutDeadlines, incarnation: str
+    ) -> EnvironmentCheckpoint:
+        if not environments:
+            return NoEnvironmentCheckpoint()
+        return InstancesCheckpoint(
+            environments,
+            ledger=self.parts.ledger,
+            state=self.parts.state,
+            deadlines=deadlines,
+            trace=self.parts.trace,
+            incarnation=incarnation,
+            deadline_s=self.parts.config.environment.deadline_s,
+        )
 
     @property
     def state(self) -> ControllerState:
@@ -264,6 +292,7 @@ class SingleController:
     async def _start(self, plan: RestorePlan) -> Mapping[str, Any]:
         self._restorer.require_complete(plan)
         bundle, anchor = await self._restorer.bundle(plan), await self._anchor_of(plan)
+        await self._environment.open_restored()
         # Nothing is awaited from here on: the controller starts whole or, closed meanwhile, not at all.
         self._require_unrestored("redispatch")
         self._publisher.adopt_anchor(anchor)

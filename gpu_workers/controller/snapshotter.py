@@ -1,6 +1,7 @@
 """Rollout snapshots: when one is taken, on which trainer checkpoint it stands, and what each attempt came to.
 
-    save lock -> skip? -> publish a written checkpoint -> anchor -> exclusive cut -> publish
+    save lock -> skip? -> publish a written checkpoint -> anchor -> environment closed -> exclusive cut
+              -> environment open again -> publish
 
 A snapshot stands on the newest durable trainer checkpoint. The batches trained since then are part of it: a restart
 trains them again, which leads to the very trainer state that the rest of the snapshot belongs to.
@@ -11,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gpu_workers.controller.bundle_publisher import BundlePublisher, is_retryable
+from gpu_workers.controller.environment_checkpoint import EnvironmentCheckpoint
 from gpu_workers.controller.parts import RolloutParts
 from gpu_workers.controller.trainer_checkpoints import TrainerCheckpoints
 from storage.errors import BrokenInvariant
@@ -36,7 +38,14 @@ class SnapshotOutcome:
 class RolloutSnapshotter:
     """Owns the attempt numbers."""
 
-    def __init__(self, parts: RolloutParts, publisher: BundlePublisher, checkpoints: TrainerCheckpoints) -> None:
+    def __init__(
+        self,
+        parts: RolloutParts,
+        publisher: BundlePublisher,
+        checkpoints: TrainerCheckpoints,
+        environment: EnvironmentCheckpoint,
+    ) -> None:
+        self._environment = environment
         self._parts = parts
         self._publisher = publisher
         self._checkpoints = checkpoints
@@ -77,7 +86,10 @@ class RolloutSnapshotter:
         anchor, trainer_step = self._publisher.durable, state.train_steps
         if not state.recorded.lead_from(anchor.step, to=state.rollout_step):
             return SnapshotOutcome(number, "skipped", _NO_ANCHOR)
-        captured = await self._publisher.capture(model_step=anchor.step)
+        async with self._environment.snapshot(str(number)) as environment:
+            if state.in_commit_window or state.train_steps != trainer_step:
+                return SnapshotOutcome(number, "skipped", _MOVED)
+            captured = await self._publisher.capture(model_step=anchor.step, environment=environment)
         if state.in_commit_window or captured.trainer_step != trainer_step:
             return SnapshotOutcome(number, "skipped", _MOVED)
         if captured.state.model_step != anchor.step:

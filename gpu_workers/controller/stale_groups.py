@@ -63,8 +63,7 @@ class StaleGroups:
             parts.rows.remove(mutation, [row for group in evicted for row in group.row_ids])
             parts.buffer.drop(mutation, evicted)
             for group in aborted:
-                sealed = [s.sealed for s in group.siblings if s.sealed is not None]
-                parts.rows.remove(mutation, [key for result in sealed for key in result.call_keys])
+                parts.rows.remove(mutation, parts.ledger.calls_of(group.group_id))
                 parts.ledger.discard(mutation, group.group_id)
                 self._stop(group.group_id)
             parts.state.dropped += [DroppedPrompt(g.prompt, EVICTED, g.target_step) for g in evicted]

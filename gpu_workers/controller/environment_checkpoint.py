@@ -1,0 +1,335 @@
+"""Environments at a snapshot and at a restore: closed, exported, checked against the cut, opened again.
+
+    snapshot   close dispatch, pause deadlines -> prepare all -> commit all -> (cut) -> resume all, open dispatch
+    restore    restore all under the next attempt -> (links of the restore) -> open_restored | discard_restored
+
+Giving up is always safe: an instance that hears nothing opens itself again when its lease ends.
+"""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from gpu_workers.controller.barrier import Cut
+from gpu_workers.controller.parts import RolloutRuntimeState
+from gpu_workers.controller.ports import Trace
+from gpu_workers.controller.recovery_ledger import RecoveryLedger
+from gpu_workers.controller.rollout_deadlines import RolloutDeadlines
+from gpu_workers.environments.ports import EnvironmentControl, EpisodeId, Exported
+from storage.errors import BrokenInvariant, InfrastructureFailure, MidflightError, RestoreRefused
+from storage.records import AttemptStatus, EpisodeRecord, LedgerGroup, RecoveryLevel, Sibling, rollout_id
+
+_RUNNING = (AttemptStatus.DISPATCHED, AttemptStatus.RESUMED)
+_DRAIN_TURN_S = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentSnapshot:
+    """What the instances exported, while they are closed."""
+
+    exported: tuple[Exported, ...]
+
+    @property
+    def episodes(self) -> tuple[EpisodeRecord, ...]:
+        """Every exported episode, by rollout."""
+        found = [episode for export in self.exported for episode in export.episodes]
+        return tuple(sorted(found, key=lambda episode: episode.rollout_id))
+
+    def missing_calls(self, ledger: RecoveryLedger) -> list[str]:
+        """Calls of exported turns that have not arrived yet, of siblings that still run."""
+        missing = []
+        for episode in self.episodes:
+            found = _sibling_of(ledger, episode.rollout_id)
+            if found is not None and found[1].status in _RUNNING and found[1].environment_attempt == episode.attempt:
+                staged = {turn.key for turn in ledger.staged(episode.rollout_id)}
+                missing += [key for key in episode.calls if key not in staged]
+        return missing
+
+    def check_against_cut(
+        self, cut: Cut, ledger: RecoveryLedger, *, is_gone: Callable[[str], bool]
+    ) -> tuple[EpisodeRecord, ...]:
+        """The episodes that belong to the cut. One whose completion has arrived meanwhile is the ledger's; one of an
+        abandoned attempt, or of a group that has left the ledger (`is_gone`), is on its way to be stopped.
+
+        Raises BrokenInvariant when an episode is of an attempt that was never dispatched, is exported by two instances,
+        or includes calls that are not those staged for it.
+        """
+        cut.require_live()
+        exporters = Counter(episode.rollout_id for episode in self.episodes)
+        kept = []
+        for episode in self.episodes:
+            if exporters[episode.rollout_id] > 1:
+                raise BrokenInvariant(
+                    f"episode of {episode.rollout_id} is exported {exporters[episode.rollout_id]} times"
+                )
+            found = _sibling_of(ledger, episode.rollout_id)
+            if found is None:
+                if is_gone(_group_of(episode.rollout_id)):
+                    continue
+                raise BrokenInvariant(f"{episode.instance} exports episode {episode.row_key}, which no group owes")
+            group, sibling = found
+            abandoned = episode.attempt < sibling.environment_attempt
+            if sibling.sealed is not None or abandoned or group.level is not RecoveryLevel.TURN:
+                continue
+            _require_current(episode, sibling, [turn.key for turn in ledger.staged(episode.rollout_id)])
+            kept.append(episode)
+        return tuple(kept)
+
+
+class EnvironmentCheckpoint(Protocol):
+    """The environments of a run for its controller."""
+
+    def snapshot(self, checkpoint_id: str) -> AbstractAsyncContextManager[EnvironmentSnapshot | None]:
+        """Within the block all instances are closed and exported; None when there is nothing to save.
+
+        Raises InfrastructureFailure or a retryable refusal when an instance is not ready: everything is open again.
+        """
+        ...
+
+    async def restore(self, episodes: Sequence[EpisodeRecord]) -> Mapping[str, EpisodeRecord]:
+        """Give saved episodes to the instances, all of them or none, closed; by rollout what they are now: under the
+        environment's next attempt. An earlier restore is discarded.
+        """
+        ...
+
+    async def discard_restored(self) -> None:
+        """Undo `restore`."""
+        ...
+
+    async def open_restored(self) -> None:
+        """Let restored episodes go on."""
+        ...
+
+    def instance_of(self, group_id: str) -> str | None:
+        """The instance that holds restored episodes of a group."""
+        ...
+
+    async def retire(self, episodes: Sequence[EpisodeId]) -> None:
+        """These attempts, and all before them, may not go on anywhere."""
+        ...
+
+    async def forget(self, rollout_ids: Sequence[str]) -> None:
+        """Nothing of these rollouts will be asked for again."""
+        ...
+
+
+class NoEnvironmentCheckpoint:
+    """For runs whose environments have no state: single-turn tasks."""
+
+    @asynccontextmanager
+    async def snapshot(self, _checkpoint_id: str) -> AsyncIterator[EnvironmentSnapshot | None]:
+        """Nothing is closed."""
+        yield None
+
+    async def restore(self, episodes: Sequence[EpisodeRecord]) -> Mapping[str, EpisodeRecord]:
+        """Raises RestoreRefused when there is state to restore."""
+        if episodes:
+            names = sorted({episode.environment for episode in episodes})
+            raise RestoreRefused(
+                f"the snapshot holds {len(episodes)} running episodes of {', '.join(names)}, but data.task is no "
+                "multi-turn environment: restore with the task that the run was started with"
+            )
+        return {}
+
+    async def discard_restored(self) -> None:
+        """Nothing was restored."""
+
+    async def open_restored(self) -> None:
+        """Nothing was restored."""
+
+    def instance_of(self, _group_id: str) -> str | None:
+        """None."""
+        return None
+
+    async def retire(self, episodes: Sequence[EpisodeId]) -> None:
+        """Nothing to refuse."""
+
+    async def forget(self, rollout_ids: Sequence[str]) -> None:
+        """Nothing to forget."""
+
+
+class InstancesCheckpoint:
+    """All instances of an environment, by their control planes."""
+
+    def __init__(
+        self,
+        instances: Sequence[EnvironmentControl],
+        *,
+        ledger: RecoveryLedger,
+        state: RolloutRuntimeState,
+        deadlines: RolloutDeadlines,
+        trace: Trace,
+        incarnation: str,
+        deadline_s: float,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`deadline_s`: of each phase; `incarnation` makes checkpoint ids this controller's own."""
+        self._instances = {control.instance: control for control in instances}
+        self._ledger = ledger
+        self._state = state
+        self._deadlines = deadlines
+        self._trace = trace
+        self._incarnation = incarnation
+        self._deadline_s = deadline_s
+        self._wall_clock = wall_clock
+        self._pins: dict[str, str] = {}
+        self._restores = 0
+        self._restored: dict[str, list[EpisodeRecord]] = {}
+
+    @asynccontextmanager
+    async def snapshot(self, checkpoint_id: str) -> AsyncIterator[EnvironmentSnapshot | None]:
+        """Close, export, and open again, whatever happens."""
+        if not any(group.level is RecoveryLevel.TURN for group in self._ledger.groups()):
+            yield None
+            return
+        checkpoint = f"{self._incarnation}-{checkpoint_id}"
+        began, committed = time.monotonic(), False
+        self._state.environment_closed = True
+        try:
+            with self._deadlines.paused():
+                exported = await self._export(checkpoint)
+                committed = True
+                yield exported
+        finally:
+            await self._open(checkpoint, committed=committed)
+            self._state.environment_closed = False
+            self._state.changed.notify()
+            self._trace.record("environment_parked", seconds=time.monotonic() - began, committed=committed)
+
+    async def _export(self, checkpoint: str) -> EnvironmentSnapshot:
+        await self._all(lambda control: control.prepare(checkpoint, self._deadline()))
+        exported = await self._all(lambda control: control.commit(checkpoint, self._deadline()))
+        for export in exported:
+            if self._instances.get(export.instance) is None or export.checkpoint_id != checkpoint:
+                raise BrokenInvariant(
+                    f"an environment answered as instance {export.instance} for checkpoint {export.checkpoint_id}, "
+                    f"asked were {sorted(self._instances)} for {checkpoint}: its topology has changed, restart the run"
+                )
+        snapshot = EnvironmentSnapshot(tuple(exported))
+        await self._drain(snapshot)
+        return snapshot
+
+    async def _drain(self, snapshot: EnvironmentSnapshot) -> None:
+        """Turns that were finished before the environment closed may still be on their way here."""
+        deadline = time.monotonic() + self._deadline_s
+        while missing := snapshot.missing_calls(self._ledger):
+            if time.monotonic() > deadline:
+                raise InfrastructureFailure(
+                    f"{len(missing)} calls of exported turns did not arrive within {self._deadline_s} s: {missing[:3]}"
+                )
+            await asyncio.sleep(_DRAIN_TURN_S)
+
+    async def _open(self, checkpoint: str, *, committed: bool) -> None:
+        """After a commit a failing resume is only worth a warning: the lease opens the instance."""
+        replies = await asyncio.gather(
+            *(control.resume(checkpoint) for control in self._instances.values()), return_exceptions=True
+        )
+        for control, reply in zip(self._instances.values(), replies, strict=True):
+            if isinstance(reply, BaseException):
+                facts = {"instance": control.instance, "reason": str(reply)[:500], "committed": committed}
+                self._trace.record("environment_resume_failed", **facts)
+
+    async def restore(self, episodes: Sequence[EpisodeRecord]) -> Mapping[str, EpisodeRecord]:
+        """Each group goes to one instance: its own if that is there, else one by its place in the list."""
+        await self.discard_restored()
+        self._restores += 1
+        raised = [replace(episode, attempt=episode.attempt + self._restores - 1) for episode in episodes]
+        placed = self._place(raised)
+        checkpoint = f"{self._incarnation}-restore-{self._restores}"
+        self._restored = {instance: placed[instance] for instance in placed}
+        try:
+            await self._all(
+                lambda control: control.restore(checkpoint, self._deadline(), placed[control.instance]), placed
+            )
+        except BaseException:
+            await self.discard_restored()
+            raise
+        self._pins = {_group_of(e.rollout_id): name for name, taken in placed.items() for e in taken}
+        return {episode.rollout_id: replace(episode, attempt=episode.attempt + 1) for episode in raised}
+
+    def _place(self, episodes: Iterable[EpisodeRecord]) -> dict[str, list[EpisodeRecord]]:
+        names, placed = sorted(self._instances), dict[str, list[EpisodeRecord]]()
+        chosen: dict[str, str] = {}
+        for episode in episodes:
+            group = _group_of(episode.rollout_id)
+            if group not in chosen:
+                own = episode.instance in self._instances
+                chosen[group] = episode.instance if own else names[len(chosen) % len(names)]
+            placed.setdefault(chosen[group], []).append(episode)
+        return placed
+
+    async def discard_restored(self) -> None:
+        """Everywhere, also where the restore failed: the next attempt is retired there."""
+        restored, self._restored, self._pins = self._restored, {}, {}
+        if not restored:
+            return
+        checkpoint = f"{self._incarnation}-restore-{self._restores}"
+        for name in restored:
+            with suppress(MidflightError):  # a dead instance holds nothing any more
+                await self._instances[name].discard_restored(checkpoint)
+
+    async def open_restored(self) -> None:
+        """From now on they are live, and are not undone any more."""
+        restored, self._restored = self._restored, {}
+        checkpoint = f"{self._incarnation}-restore-{self._restores}"
+        if restored:
+            await self._all(lambda control: control.resume(checkpoint), restored)
+
+    def instance_of(self, group_id: str) -> str | None:
+        """Where its episodes were restored."""
+        return self._pins.get(group_id)
+
+    async def retire(self, episodes: Sequence[EpisodeId]) -> None:
+        """Everywhere: nobody knows where a rollout ran that did not answer. One that is down starts empty."""
+        for control in self._instances.values():
+            with suppress(MidflightError):
+                await control.retire(episodes)
+
+    async def forget(self, rollout_ids: Sequence[str]) -> None:
+        """Marks that stay because an instance did not answer cost nothing but their memory."""
+        for control in self._instances.values():
+            with suppress(MidflightError):
+                await control.forget(rollout_ids)
+
+    def _deadline(self) -> float:
+        return self._wall_clock() + self._deadline_s
+
+    async def _all(self, ask: Callable[[EnvironmentControl], Any], names: Iterable[str] | None = None) -> list[Any]:
+        """One question to all (or some) instances together; the first failure is raised once all have answered."""
+        asked = [self._instances[name] for name in (self._instances if names is None else names)]
+        async with asyncio.timeout(self._deadline_s + 1):
+            replies = await asyncio.gather(*(ask(control) for control in asked), return_exceptions=True)
+        for reply in replies:
+            if isinstance(reply, BaseException):
+                raise reply
+        return list(replies)
+
+
+def _group_of(rollout: str) -> str:
+    return rollout.rpartition("_g")[0]
+
+
+def _sibling_of(ledger: RecoveryLedger, rollout: str) -> tuple[LedgerGroup, Sibling] | None:
+    group_id, _, index = rollout.rpartition("_g")
+    if group_id not in ledger:
+        return None
+    group = ledger.group(group_id)
+    found = [s for s in group.siblings if rollout_id(group_id, s.generation_index) == f"{group_id}_g{index}"]
+    return (group, found[0]) if found else None
+
+
+def _require_current(episode: EpisodeRecord, sibling: Sibling, staged: list[str]) -> None:
+    if sibling.status not in _RUNNING or sibling.environment_attempt != episode.attempt:
+        raise BrokenInvariant(
+            f"{episode.instance} exports episode {episode.row_key}, but its sibling is {sibling.status} with environment "
+            f"attempt {sibling.environment_attempt}"
+        )
+    if list(episode.calls) != staged[: episode.turn] or len(episode.calls) != episode.turn:
+        raise BrokenInvariant(
+            f"episode {episode.row_key} includes {episode.turn} turns with calls {list(episode.calls)[:3]}, staged are "
+            f"{staged[:3]} ({len(staged)})"
+        )
