@@ -21,7 +21,7 @@ _CONTEXT_NOISE = 0.25
 class EnvironmentTask:
     """`data.task` names the environment; `name?turns=6` gives every game of it the task {"turns": 6}.
 
-    A conversation is the observation's tokens, the action's tokens with an end token, the next observation's, and so on.
+    A conversation: the observation's tokens, the action's with an end token, the next observation's, and so on.
     """
 
     def __init__(self, data: DataConfig) -> None:
@@ -110,8 +110,8 @@ class EnvironmentTask:
             raise ConfigurationError(f"data.task is {self._data.task!r}: {error}") from error
         if first.done or not first.observation:
             raise ConfigurationError(
-                f"data.task is {self._data.task!r}, but a game of '{self._environment.name}' starts with the observation "
-                f"{first.observation!r} and done = {first.done}; it must show something and not be over"
+                f"data.task is {self._data.task!r}, but a game of '{self._environment.name}' starts with the "
+                f"observation {first.observation!r} and done = {first.done}; it must show something and not be over"
             )
 
     def _reset(self, seed: int) -> Step:

@@ -87,7 +87,7 @@ class ReasoningGymTask:
 
     def _made(self, stream: str, size: int) -> Any:
         """reasoning-gym draws entry i from seed + i: seeds must lie far apart for different datasets."""
-        import reasoning_gym  # noqa: PLC0415 - takes a second, which no other task should pay
+        import reasoning_gym  # takes a second, which no other task should pay
 
         digest = hashlib.sha256(f"{self._data.task}/{stream}/{self._data.seed}".encode()).digest()
         try:

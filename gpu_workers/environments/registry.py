@@ -85,7 +85,7 @@ def _load(path: str) -> object:
     module, _, attribute = path.partition(":")
     try:
         return getattr(import_module(module), attribute)
-    except Exception as error:  # noqa: BLE001 - a foreign module may raise anything while it is imported
+    except Exception as error:
         raise ConfigurationError(
             f"environment {path!r} can't be imported: {type(error).__name__}: {error}; give 'package.module:Class', "
             f"or one of {environment_names()}"
