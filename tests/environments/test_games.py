@@ -16,7 +16,7 @@ from gpu_workers.environments.states import canonical_state
 from gpu_workers.models.tokenizer import CharTokenizer
 
 GAMES: list[Environment] = [GuessLetter(), RunningSum(), FrozenLake()]
-ACTIONS = st.lists(st.sampled_from([*"abcho0579ldru", "", "abc", "<pad>"]), max_size=16)
+ACTIONS = st.lists(st.sampled_from([*"abcho0579ldru", "", "abc", "<pad>"]), max_size=33)
 
 
 def play(game: Environment, seed: int, actions: list[str], *, saved_between_turns: bool = False) -> list[Step]:

@@ -69,7 +69,7 @@ def test_an_entry_point_gives_a_package_s_environment_a_name(installed: Callable
         (
             "guess15x4 = foreign_games:Echo",
             "guess15x4",
-            r"'guess15x4' is registered twice, .*of package 'foreign-games'",
+            r"registered twice, .*of package 'foreign-games'",
         ),
         ("repeat = foreign_games:Echo", "repeat", r"calls itself 'echo', but is registered as 'repeat'"),
     ],
