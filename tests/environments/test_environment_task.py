@@ -151,9 +151,7 @@ def foreign(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_an_observation_that_the_tokenizer_lacks_is_refused_with_the_way_out(foreign: str):
-    with pytest.raises(
-        DataFailure, match=r"'loud' shows what the policy can't read: .*\['A', 'H', 'T', 'W'\].*plain_text"
-    ):
+    with pytest.raises(DataFailure, match=r"'loud' shows what .* can't read: .*\['A', 'H', 'T', 'W'\].*plain_text"):
         task(f"{foreign}:Loud").prompt(0)
 
 
