@@ -18,7 +18,7 @@ from storage.records import RecoveryLevel
 class DataConfig(Section):
     """The prompts."""
 
-    task: str = Field("sort8", description="Name of a registered task.")
+    task: str = Field("sort8", description="A task, or an environment by name or import path (docs/environments.md).")
     num_prompts: PositiveInt = Field(4096, description="Prompts in the dataset.")
     num_epochs: PositiveInt = Field(1, description="Passes over the dataset.")
     seed: NonNegativeInt = Field(17, description="Seed of the procedural task and of the order of prompts.")

@@ -1,4 +1,4 @@
-"""Single-turn tasks: prompts that are pure functions of (seed, ordinal), and how their answers are scored.
+"""Tasks: prompts that are pure functions of (seed, ordinal), and how the answers of single-turn ones are scored.
 
 No torch, vLLM or Ray: the controller reads prompts from here and generators score with it.
 """
@@ -9,6 +9,9 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Protocol
 
+from gpu_workers.environments.environment_task import EnvironmentTask
+from gpu_workers.environments.reasoning_gym_task import PREFIX, ReasoningGymTask
+from gpu_workers.environments.registry import environment_names
 from gpu_workers.models.tokenizer import END_TOKEN_ID, CharTokenizer
 from storage.errors import ConfigurationError
 from storage.run_config import DataConfig
@@ -16,6 +19,11 @@ from storage.run_config import DataConfig
 
 class Task(Protocol):
     """A dataset of `len(task)` prompts together with its score."""
+
+    @property
+    def is_multi_turn(self) -> bool:
+        """Whether prompts are games of an environment, which rewards turns; there `score` raises."""
+        ...
 
     @property
     def vocab_size(self) -> int:
@@ -69,6 +77,11 @@ class Sort8:
     def __init__(self, data: DataConfig) -> None:
         self._data = data
         self._tokenizer = CharTokenizer()
+
+    @property
+    def is_multi_turn(self) -> bool:
+        """Never."""
+        return False
 
     @property
     def vocab_size(self) -> int:
@@ -137,7 +150,18 @@ TASKS: dict[str, Callable[[DataConfig], Task]] = {"sort8": Sort8}
 
 
 def build_task(data: DataConfig) -> Task:
-    """The task named by `data.task`; ConfigurationError lists the known names."""
-    if data.task not in TASKS:
-        raise ConfigurationError(f"data.task is {data.task!r}, which is not registered; use one of {sorted(TASKS)}")
-    return TASKS[data.task](data)
+    """The task named by `data.task`: a single-turn task, or an environment by its name or import path.
+
+    ConfigurationError lists the known names.
+    """
+    if data.task in TASKS:
+        return TASKS[data.task](data)
+    if data.task.startswith(PREFIX):
+        return ReasoningGymTask(data)
+    name = data.task.partition("?")[0]
+    if ":" not in name and name not in environment_names():
+        raise ConfigurationError(
+            f"data.task is {data.task!r}, which is not registered; use one of {sorted(TASKS)}, '{PREFIX}<dataset>', "
+            f"one of the environments {environment_names()}, or an environment's 'package.module:Class'"
+        )
+    return EnvironmentTask(data)
