@@ -26,7 +26,8 @@ def require_plain_json(value: Any, where: str) -> None:
             for key, item in value.items():
                 if type(key) is not str:
                     raise DataFailure(
-                        f"{where} has the key {key!r} of type {_type_name(key)}; a state is plain JSON: use str({key!r})"
+                        f"{where} has the key {key!r} of type {_type_name(key)}, but JSON's keys are strings; "
+                        f"use {str(key)!r}"
                     )
                 _require_text(key, where)
                 require_plain_json(item, f"{where}.{key}")

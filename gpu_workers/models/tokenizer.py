@@ -20,6 +20,10 @@ class CharTokenizer:
         """Number of ids, special ones included."""
         return len(_SPECIAL) + len(_CHARACTERS)
 
+    def knows(self, character: str) -> bool:
+        """Whether the character is in the vocabulary."""
+        return character in self._id_of
+
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of `text`, without an end token; a character outside the vocabulary is a ValueError."""
         unknown = sorted(set(text) - self._id_of.keys())
