@@ -87,9 +87,12 @@ class ControllerActor:
             [RayGenerator(actor, facts) for actor, facts in zip(engines, pids["generators"], strict=True)],
             trace=narrated,
         )
+        task = build_task(config.data)
         self._controller = SingleController(
             config,
-            dataset=build_task(config.data),
+            environments=self._generators.environments if task.is_multi_turn else (),
+            incarnation=incarnation,
+            dataset=task,
             trainer=RayTrainer(trainers),
             generator=self._generators,
             bundles=PublishedBundles(

@@ -10,10 +10,12 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from gpu_workers.controller.ports import GroupOrder, SiblingResult, WeightsRef
+from gpu_workers.controller.ports import GroupOrder, SiblingResult, TurnResult, WeightsRef
+from gpu_workers.environments.ray_control import RayEnvironmentControl
 from gpu_workers.generation.generator_actor import GENERATOR_ACTOR_OPTIONS, GeneratorActor
 from gpu_workers.generation.generator_client import GeneratorClient
 from gpu_workers.generation.runtime_env import generator_env
+from gpu_workers.generation.supervised_environment import instance_name
 from gpu_workers.ray_ports import translate
 from gpu_workers.runtime_names import actors_of, named
 from storage.errors import InfrastructureFailure
@@ -31,8 +33,9 @@ class RayGenerator:
         self._actor = actor
         self._client = GeneratorClient(actor)
         self._name = f"generator {facts['index']}"
+        self.environment = RayEnvironmentControl(instance_name(facts["index"]), actor)
 
-    async def generate(self, order: GroupOrder) -> AsyncGenerator[SiblingResult, None]:
+    async def generate(self, order: GroupOrder) -> AsyncGenerator[SiblingResult | TurnResult, None]:
         """Stream the siblings of one group, each as soon as it is finished."""
         try:
             async with contextlib.aclosing(self._client.generate(order)) as results:

@@ -16,6 +16,7 @@ from storage.errors import BrokenInvariant, ConfigurationError, Fenced
 from storage.filesystem import Store
 from storage.history import Event, History
 from storage.layout import RunLayout
+from storage.logical_digest import logical_digest
 from storage.manifests import Anchor, FileEntry, Manifest, ManifestLog
 from storage.refusals import corrupt
 from storage.run_config import RunConfig
@@ -126,7 +127,7 @@ class _Copy:
             dataset_fingerprint=manifest.dataset_fingerprint,
         )
         written = self._writer.write(captured)
-        if written.logical_digest != manifest.logical_digest:
+        if written.logical_digest != logical_digest(bundle.state, bundle.rows):
             raise BrokenInvariant(
                 f"{self._target.manifest(written.sequence)} is no copy of {self._source.manifest(manifest.sequence)}: "
                 "delete the new run and report this"

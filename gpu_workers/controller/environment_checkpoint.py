@@ -325,8 +325,8 @@ def _sibling_of(ledger: RecoveryLedger, rollout: str) -> tuple[LedgerGroup, Sibl
 def _require_current(episode: EpisodeRecord, sibling: Sibling, staged: list[str]) -> None:
     if sibling.status not in _RUNNING or sibling.environment_attempt != episode.attempt:
         raise BrokenInvariant(
-            f"{episode.instance} exports episode {episode.row_key}, but its sibling is {sibling.status} with environment "
-            f"attempt {sibling.environment_attempt}"
+            f"{episode.instance} exports episode {episode.row_key}, but its sibling is {sibling.status} with "
+            f"environment attempt {sibling.environment_attempt}"
         )
     if list(episode.calls) != staged[: episode.turn] or len(episode.calls) != episode.turn:
         raise BrokenInvariant(

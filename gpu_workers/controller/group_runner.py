@@ -134,7 +134,12 @@ class GroupRunner:
 
     def _order_of(self, group_id: str, sibling: Sibling) -> SiblingOrder:
         kept = self._parts.ledger.staged(rollout_id(group_id, sibling.generation_index))
-        return SiblingOrder(sibling.generation_index, sibling.attempt, sibling.environment_attempt, len(kept))
+        history: tuple[int, ...] = ()
+        if kept:
+            (last,) = self._parts.rows.rows([kept[-1].key])
+            columns = (last.batch.column(name)[last.index].as_py() for name in ("prompt_token_ids", "token_ids"))
+            history = tuple(token for tokens in columns for token in tokens)
+        return SiblingOrder(sibling.generation_index, sibling.attempt, sibling.environment_attempt, len(kept), history)
 
     async def _stage(self, group_id: str, result: TurnResult) -> None:
         """Keep the call of a finished turn. Turns of attempts that are no longer owed are ignored."""

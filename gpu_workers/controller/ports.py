@@ -16,13 +16,15 @@ from storage.records import Prompt
 class SiblingOrder:
     """One sibling to run: its slot and the attempt number this execution carries.
 
-    `environment_attempt` is what its environment calls this execution, `turns` how many finished turns it goes on from.
+    `environment_attempt` is what its environment calls this execution, `turns` how many finished turns it goes on from,
+    and `history` the tokens of those: everything that was asked and sampled up to the last of them.
     """
 
     generation_index: int
     attempt: int
     environment_attempt: int = 0
     turns: int = 0
+    history: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,12 +56,14 @@ class Environment(ABC):
     """Pure functions: the same arguments give the same answer, and nothing outside of the state remembers anything.
 
     `name` is how configurations and snapshots call it; a change that makes old states unreadable raises `version`.
+    `blocking` says that a call takes long: it is made in a thread, and others go on meanwhile.
     """
 
     name: ClassVar[str]
     version: ClassVar[int] = 1
     mode: ClassVar[Mode] = Mode.PURE
     max_turns: ClassVar[int] = 16
+    blocking: ClassVar[bool] = False
 
     @abstractmethod
     def reset(self, task: Json, rng: np.random.Generator) -> Step:

@@ -48,8 +48,10 @@ def completion_of(output: Any) -> Completion:
     )
 
 
-def staged_call(order: GroupOrder, sibling: SiblingOrder, completion: Completion, *, turn: int) -> pa.RecordBatch:
-    """One row of `STAGED_CALLS`, its digest filled in."""
+def staged_call(
+    order: GroupOrder, sibling: SiblingOrder, completion: Completion, *, prompt: tuple[int, ...], turn: int
+) -> pa.RecordBatch:
+    """One row of `STAGED_CALLS`, its digest filled in. `prompt`: all tokens before the completion."""
     rollout = rollout_id(order.group_id, sibling.generation_index)
     row: dict[str, Any] = {
         "row_id": call_key(rollout, attempt=sibling.attempt, turn=turn),
@@ -57,8 +59,8 @@ def staged_call(order: GroupOrder, sibling: SiblingOrder, completion: Completion
         "group_id": order.group_id,
         "attempt": sibling.attempt,
         "turn": turn,
-        "parent_key": None,
-        "prompt_token_ids": list(order.prompt.token_ids),
+        "parent_key": call_key(rollout, attempt=sibling.attempt, turn=turn - 1) if turn else None,
+        "prompt_token_ids": list(prompt),
         "token_ids": list(completion.token_ids),
         "logprobs": list(completion.logprobs),
         "version_starts": list(completion.version_starts),

@@ -6,16 +6,24 @@ A plain class. On a cluster it becomes an asynchronous Ray actor:
 """
 
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any
 
-from gpu_workers.controller.ports import Failure, GroupOrder, SiblingOrder, SiblingResult, WeightsRef
-from gpu_workers.environments.tasks import build_task
+from gpu_workers.controller.ports import Failure, GroupOrder, SiblingOrder, SiblingResult, TurnResult, WeightsRef
+from gpu_workers.environments.control_plane import ControlPlane
+from gpu_workers.environments.environment_task import EnvironmentTask
+from gpu_workers.environments.episode_table import EpisodeTable
+from gpu_workers.environments.interface import Environment
+from gpu_workers.environments.ray_control import answer_control
+from gpu_workers.environments.tasks import Task, build_task
 from gpu_workers.generation.engine import start_engine
 from gpu_workers.generation.engine_weights import EngineWeights
+from gpu_workers.generation.episode_runner import EpisodeRunner
+from gpu_workers.generation.model_calls import ModelCalls
 from gpu_workers.generation.running_calls import RunningCalls
 from gpu_workers.generation.sibling_runner import SiblingRunner
+from gpu_workers.generation.supervised_environment import instance_name
 from gpu_workers.generation.wire import Message, pack
 from gpu_workers.worker_logs import forward_logs
 from storage.run_config import RunConfig
@@ -37,9 +45,15 @@ class GeneratorActor:
         self._config = config
         self._task = task
         self._engine = start_engine(config, Path(model_dir), stop_token_ids=task.stop_token_ids)
-        self._siblings = SiblingRunner(config, self._engine, task, self._name)
+        self._table = EpisodeTable(instance_name(index), lambda name: _environment_of(task, name))
+        self._control = ControlPlane(self._table, grace_s=config.environment.lease_grace_s)
+        calls = ModelCalls(config, self._engine, self._name)
+        self._siblings = SiblingRunner(config, calls, task, self._name)
+        self._episodes = (
+            EpisodeRunner(config, calls, task, self._table, self._name) if isinstance(task, EnvironmentTask) else None
+        )
         self._weights = EngineWeights(self._engine.llm, self._name)
-        self._calls: RunningCalls[SiblingOrder, SiblingResult] = RunningCalls(_aborted)
+        self._calls: RunningCalls[SiblingOrder, SiblingResult | TurnResult] = RunningCalls(_aborted)
 
     async def ready(self) -> dict[str, Any]:
         """`pid`, `engine_pids`, `index` and the loaded weights' `version` (None: those of the model's folder)."""
@@ -56,8 +70,17 @@ class GeneratorActor:
 
     async def submit(self, ticket: int, order: GroupOrder) -> None:
         """Start the group's siblings together and return; what becomes of each appears in `results` under `ticket`."""
-        calls = {sibling: self._siblings.run(order, sibling) for sibling in order.siblings}
+        calls = {sibling: self._run(ticket, order, sibling) for sibling in order.siblings}
         self._calls.start(ticket, order.group_id, calls)
+
+    def _run(self, ticket: int, order: GroupOrder, sibling: SiblingOrder) -> Coroutine[Any, Any, SiblingResult]:
+        if self._episodes is None:
+            return self._siblings.run(order, sibling)
+        return self._episodes.run(order, sibling, lambda turn: self._calls.report(ticket, turn))
+
+    async def environment(self, verb: str, *arguments: Any) -> Any:
+        """One verb of `EnvironmentControl`: of the episodes that run here."""
+        return await answer_control(self._control, verb, *arguments)
 
     async def results(self) -> AsyncIterator[Message]:
         """The stream of everything that finishes; it ends when another one is opened.
@@ -83,6 +106,13 @@ class GeneratorActor:
     async def stop(self) -> None:
         """End the engine's process. Not needed where the actor itself is ended."""
         self._engine.llm.shutdown()
+
+
+def _environment_of(task: Task, name: str) -> Environment:
+    """The one environment that is played here."""
+    if not isinstance(task, EnvironmentTask) or task.environment.name != name:
+        raise KeyError(name)
+    return task.environment
 
 
 def _aborted(group_id: str, sibling: SiblingOrder) -> SiblingResult:

@@ -5,10 +5,10 @@ import itertools
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from gpu_workers.controller.ports import GroupOrder, SiblingResult, WeightsRef
+from gpu_workers.controller.ports import GroupOrder, SiblingResult, TurnResult, WeightsRef
 from gpu_workers.generation.wire import unpack
 
-_Answer = SiblingResult | Exception
+_Answer = SiblingResult | TurnResult | Exception
 
 
 class GeneratorClient:
@@ -20,8 +20,8 @@ class GeneratorClient:
         self._waiting: dict[int, asyncio.Queue[_Answer]] = {}
         self._reader: asyncio.Task[None] | None = None
 
-    async def generate(self, order: GroupOrder) -> AsyncGenerator[SiblingResult, None]:
-        """Run the group; yield each sibling as soon as it is finished. Leaving early ends the rest.
+    async def generate(self, order: GroupOrder) -> AsyncGenerator[SiblingResult | TurnResult, None]:
+        """Run the group; yield each turn and each sibling as soon as it is finished. Leaving early ends the rest.
 
         Raises InfrastructureFailure when the engine is dead, and Ray's errors when the actor is.
         """
@@ -35,7 +35,7 @@ class GeneratorClient:
                 answer = await answers.get()
                 if isinstance(answer, Exception):
                     raise answer
-                left -= 1
+                left -= isinstance(answer, SiblingResult)
                 yield answer
         finally:
             submission.cancel()

@@ -35,6 +35,11 @@ class RunningCalls(Generic[Key, Result]):
             self._running[task] = (ticket, group_id, key)
             task.add_done_callback(self._collect)
 
+    def report(self, ticket: int, result: Result) -> None:
+        """Something that a running call has to say before its end."""
+        self._finished.append(Finished(ticket, result))
+        self._changed.set()
+
     def abort(self, group_id: str) -> None:
         """End the group's running calls; they finish as `on_abort` says. Unknown groups are ignored."""
         for task, (_, group, _) in self._running.items():

@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from gpu_workers.controller.failures import backoff_s, is_infrastructure
-from gpu_workers.controller.ports import GroupOrder, SiblingResult, Trace, WeightsRef
+from gpu_workers.controller.ports import GroupOrder, SiblingResult, Trace, TurnResult, WeightsRef
 from gpu_workers.controller.signal import Signal
+from gpu_workers.environments.ports import EnvironmentControl
+from gpu_workers.generation.supervised_environment import SupervisedEnvironment, instance_name
 from storage.errors import GeneratorLost, InfrastructureFailure, WorkerDied
 from storage.run_config import RunConfig
 
@@ -30,7 +32,12 @@ class LiveGenerator(Protocol):
         """Its process ids and what else it says about itself."""
         ...
 
-    def generate(self, order: GroupOrder) -> AsyncGenerator[SiblingResult, None]:
+    @property
+    def environment(self) -> EnvironmentControl:
+        """The control plane of the episodes that run there."""
+        ...
+
+    def generate(self, order: GroupOrder) -> AsyncGenerator[SiblingResult | TurnResult, None]:
         """As in the port `Generator`."""
         ...
 
@@ -67,6 +74,10 @@ class _Slot:
     lost: Exception | None = None
 
 
+def _environment_of(slot: _Slot) -> EnvironmentControl | None:
+    return None if slot.live is None else slot.live.environment
+
+
 class SupervisedGenerators:
     """The port `Generator` over generators that may die."""
 
@@ -87,12 +98,20 @@ class SupervisedGenerators:
         """Of each generator its process ids; of one that is down those it had."""
         return [slot.facts for slot in self._slots]
 
-    async def generate(self, order: GroupOrder) -> AsyncGenerator[SiblingResult, None]:
-        """Run a group on the living generator with the fewest groups; waits while none lives.
+    @property
+    def environments(self) -> list[EnvironmentControl]:
+        """The environments of multi-turn rollouts: one instance in each generator, whichever process that is."""
+        return [SupervisedEnvironment(slot.index, lambda slot=slot: _environment_of(slot)) for slot in self._slots]
+
+    async def generate(self, order: GroupOrder) -> AsyncGenerator[SiblingResult | TurnResult, None]:
+        """Run a group on the living generator with the fewest groups, or where its episodes were restored; waits while
+        none lives.
 
         Raises `WorkerDied` when it dies meanwhile, `GeneratorLost` when none will live again.
         """
-        slot, live = min(await self._living(), key=lambda one: len(one[0].running))
+        living = await self._living()
+        home = [one for one in living if instance_name(one[0].index) == order.instance]
+        slot, live = min(home or living, key=lambda one: len(one[0].running))
         slot.running.add(order.group_id)
         try:
             async with contextlib.aclosing(live.generate(order)) as results:

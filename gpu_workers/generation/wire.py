@@ -8,55 +8,63 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from gpu_workers.controller.ports import Failure, SiblingResult
+from gpu_workers.controller.ports import Failure, SiblingResult, TurnResult
 from gpu_workers.generation.running_calls import Finished
 from storage.errors import InfrastructureFailure
 from storage.schemas import STAGED_CALLS
 
-_Packed = tuple[int, int, bytes | None, float, bool, tuple[bool, str] | None]
+_Packed = tuple[int, int, bytes | None, float, bool, tuple[bool, str, bool] | None]
+_PackedTurn = tuple[int, int, bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
     """What finished, as plain values in the order of finishing: (ticket, packed result or why there is none)."""
 
-    finished: tuple[tuple[int, _Packed | str], ...]
+    finished: tuple[tuple[int, _Packed | _PackedTurn | str], ...]
 
 
-def pack(finished: list[Finished[SiblingResult]]) -> Message:
+def pack(finished: list[Finished[SiblingResult | TurnResult]]) -> Message:
     """For the actor. `calls` become Arrow messages of `STAGED_CALLS`, exceptions their text."""
     return Message(tuple((one.ticket, _pack(one.result)) for one in finished))
 
 
-def unpack(message: Message) -> list[Finished[SiblingResult]]:
+def unpack(message: Message) -> list[Finished[SiblingResult | TurnResult]]:
     """For the controller. Exceptions come back as InfrastructureFailure."""
     return [
-        Finished(ticket, InfrastructureFailure(packed) if isinstance(packed, str) else _unpack(*packed))
+        Finished(ticket, InfrastructureFailure(packed) if isinstance(packed, str) else _unpack(packed))
         for ticket, packed in message.finished
     ]
 
 
-def _pack(result: SiblingResult | Exception) -> _Packed | str:
+def _pack(result: SiblingResult | TurnResult | Exception) -> _Packed | _PackedTurn | str:
+    if isinstance(result, TurnResult):
+        return (result.generation_index, result.attempt, result.calls.serialize().to_pybytes())
     if isinstance(result, Exception):
         return str(result) if isinstance(result, InfrastructureFailure) else repr(result)
     calls = None if result.calls is None else result.calls.serialize().to_pybytes()
-    failure = None if result.failure is None else (result.failure.infrastructure, result.failure.message)
+    failure = (
+        None
+        if result.failure is None
+        else (result.failure.infrastructure, result.failure.message, result.failure.refused)
+    )
     return (result.generation_index, result.attempt, calls, result.reward, result.masked, failure)
 
 
-def _unpack(
-    generation_index: int,
-    attempt: int,
-    calls: bytes | None,
-    reward: float,
-    masked: bool,
-    failure: tuple[bool, str] | None,
-) -> SiblingResult:
+def _unpack(packed: _Packed | _PackedTurn) -> SiblingResult | TurnResult:
+    if len(packed) == 3:
+        generation_index, attempt, turn = packed
+        return TurnResult(generation_index, attempt, _calls(turn))
+    generation_index, attempt, calls, reward, masked, failure = packed
     return SiblingResult(
         generation_index,
         attempt,
-        calls=None if calls is None else pa.ipc.read_record_batch(pa.py_buffer(calls), STAGED_CALLS),
+        calls=None if calls is None else _calls(calls),
         reward=reward,
         masked=masked,
-        failure=None if failure is None else Failure(infrastructure=failure[0], message=failure[1]),
+        failure=None if failure is None else Failure(*failure),
     )
+
+
+def _calls(data: bytes) -> pa.RecordBatch:
+    return pa.ipc.read_record_batch(pa.py_buffer(data), STAGED_CALLS)

@@ -1,0 +1,114 @@
+"""Runs one sibling of a multi-turn environment: model call, environment turn, and so on to the end of its episode.
+
+Each finished turn is reported at once, with its captured call, so that it is staged where a snapshot finds it. Nothing is
+awaited between an environment's turn and its report: an exported turn has always been reported.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from gpu_workers.controller.ports import Failure, GroupOrder, SiblingOrder, SiblingResult, TurnResult
+from gpu_workers.environments.environment_task import EnvironmentTask
+from gpu_workers.environments.episode_table import EpisodeTable
+from gpu_workers.environments.ports import Boundary, CallRef, EpisodeId, EpisodeTask
+from gpu_workers.generation.capture import Completion, staged_call
+from gpu_workers.generation.model_calls import ModelCalls
+from storage.canonical import canonical_json
+from storage.errors import EnvironmentRefusal, InfrastructureFailure, RolloutFailure
+from storage.records import call_key, rollout_id
+from storage.run_config import RunConfig
+
+Report = Callable[[TurnResult], None]
+_CLOSED = "environment_closed"
+# The prompt is not to blame for these: another attempt may well succeed.
+_OF_THE_SYSTEM = frozenset({"unknown_episode", "stale_attempt", "turn_conflict"})
+
+
+class EpisodeRunner:
+    """Plays the episodes of one table with one engine."""
+
+    def __init__(
+        self, config: RunConfig, calls: ModelCalls, task: EnvironmentTask, episodes: EpisodeTable, name: str
+    ) -> None:
+        """`name` is how errors call the generator."""
+        self._config = config
+        self._calls = calls
+        self._task = task
+        self._episodes = episodes
+        self._name = name
+
+    async def run(self, order: GroupOrder, sibling: SiblingOrder, report: Report) -> SiblingResult:
+        """The last turn's call and the sum of all turns' rewards, or the failure. The other turns go to `report`.
+
+        Raises InfrastructureFailure when the engine is dead, which no other call would survive either.
+        """
+        episode = EpisodeId(rollout_id(order.group_id, sibling.generation_index), sibling.environment_attempt)
+        try:
+            return await self._play(episode, order, sibling, report)
+        except RolloutFailure as error:
+            if error.retryable and self._calls.engine_is_dead:
+                raise
+            code = error.code if isinstance(error, EnvironmentRefusal) else ""
+            failure = Failure(error.retryable or code in _OF_THE_SYSTEM, str(error), refused=code == _CLOSED)
+            return SiblingResult(sibling.generation_index, sibling.attempt, failure=failure)
+        finally:
+            await self._episodes.close(episode)
+
+    async def _play(
+        self, episode: EpisodeId, order: GroupOrder, sibling: SiblingOrder, report: Report
+    ) -> SiblingResult:
+        boundary = await self._episodes.open(episode, self._opening(order, sibling))
+        if boundary.turn != sibling.turns:
+            raise InfrastructureFailure(
+                f"{self._name}: episode {episode} stands at turn {boundary.turn}, but the controller holds "
+                f"{sibling.turns} of its turns; it is run again"
+            )
+        history = sibling.history
+        while self._goes_on(boundary, history):
+            tokens = (*history, *self._task.observation_tokens(boundary.observation))
+            completion = await self._complete(episode, order, sibling, tokens, boundary.turn)
+            call = staged_call(order, sibling, completion, prompt=tokens, turn=boundary.turn)
+            action, history = self._task.action_text(completion.token_ids), (*tokens, *completion.token_ids)
+            boundary = await self._episodes.step(
+                episode, boundary.turn, action, _reference(episode, sibling, boundary.turn, completion)
+            )
+            report(TurnResult(sibling.generation_index, sibling.attempt, call))
+        return SiblingResult(sibling.generation_index, sibling.attempt, reward=sum(boundary.record.rewards))
+
+    def _opening(self, order: GroupOrder, sibling: SiblingOrder) -> EpisodeTask:
+        fields: dict[str, Any] = json.loads(order.prompt.task_json)
+        return EpisodeTask(
+            environment=fields["environment"],
+            task_json=canonical_json(fields["task"]).decode(),
+            seed=fields["seed"],
+            generation_index=sibling.generation_index,
+            deadline_s=self._config.async_rl.rollout_timeout_s,
+        )
+
+    def _goes_on(self, boundary: Boundary, history: tuple[int, ...]) -> bool:
+        """Until the environment is done, or has had its turns, or the sequence is full. The first turn is always tried:
+        a prompt without room is an error.
+        """
+        if boundary.done or boundary.turn >= self._task.environment.max_turns:
+            return False
+        return boundary.turn == 0 or self._calls.has_room(
+            (*history, *self._task.observation_tokens(boundary.observation))
+        )
+
+    async def _complete(
+        self, episode: EpisodeId, order: GroupOrder, sibling: SiblingOrder, tokens: tuple[int, ...], turn: int
+    ) -> Completion:
+        try:
+            async with self._episodes.deadline(episode):
+                return await self._calls.complete(order, sibling, tokens, turn=turn)
+        except TimeoutError as error:
+            raise InfrastructureFailure(
+                f"{self._name}: episode {episode} was not finished within async_rl.rollout_timeout_s "
+                f"{self._config.async_rl.rollout_timeout_s}, pauses not counted"
+            ) from error
+
+
+def _reference(episode: EpisodeId, sibling: SiblingOrder, turn: int, completion: Completion) -> CallRef:
+    key = call_key(episode.rollout_id, attempt=sibling.attempt, turn=turn)
+    return CallRef(key, max(completion.versions, default=0))
