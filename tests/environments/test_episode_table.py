@@ -232,9 +232,7 @@ async def _play(game: str, seed: int, actions: list[str], kills: set[int]) -> li
 
 
 def _new_table() -> EpisodeTable:
-    return EpisodeTable(
-        "games", lambda name: Counter() if name == "counter" else find_environment(name), time.monotonic
-    )
+    return EpisodeTable("games", lambda name: Counter() if name == "counter" else find_environment(name))
 
 
 @pytest.mark.parametrize("rollout", ["", "e0-p1", "_g1", "e0-p1_g", "e0-p1_g01", "e0-p1_g-1", "e0-p1_g1 "])

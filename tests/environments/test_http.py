@@ -136,7 +136,7 @@ async def test_after_a_kill_the_old_connection_fails_and_a_new_one_restores_the_
 
 async def _start(servers: list[subprocess.Popen[bytes]], port: int) -> None:
     program = [sys.executable, "-m", "gpu_workers.environments.http_server", "--instance", "games", "--port", str(port)]
-    servers.append(subprocess.Popen(program, env=os.environ | {TOKEN_VARIABLE: TOKEN}))
+    servers.append(_process(program))
     async with EnvironmentConnection(f"http://127.0.0.1:{port}", TOKEN) as connection:
         end = time.monotonic() + 30
         while time.monotonic() < end:
@@ -147,3 +147,7 @@ async def _start(servers: list[subprocess.Popen[bytes]], port: int) -> None:
             else:
                 return
     raise AssertionError("the server did not start")
+
+
+def _process(program: list[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(program, env=os.environ | {TOKEN_VARIABLE: TOKEN})
