@@ -25,6 +25,7 @@ from gpu_workers.controller.ports import GroupOrder, SiblingOrder
 from gpu_workers.environments.tasks import build_task
 from gpu_workers.generation.generator_actor import GENERATOR_ACTOR_OPTIONS, GeneratorActor
 from gpu_workers.generation.generator_client import GeneratorClient
+from gpu_workers.generation.model_calls import ModelCalls
 from gpu_workers.generation.runtime_env import generator_env
 from gpu_workers.generation.sampling import SeededSampling, sampling_settings
 from gpu_workers.generation.sibling_runner import SiblingRunner
@@ -44,7 +45,7 @@ class BenchmarkedActor(GeneratorActor):
         super().__init__(config, model_dir, index)
         chosen: Any = type(self._engine.sampling)
         self._engine = replace(self._engine, sampling=chosen(sampling_settings(config, ())))
-        self._siblings = SiblingRunner(config, self._engine, self._task, self._name)
+        self._siblings = SiblingRunner(config, ModelCalls(config, self._engine, self._name), self._task, self._name)
 
     async def bare(self, orders: list[GroupOrder]) -> int:
         """Run the groups on the engine alone; tokens sampled."""

@@ -87,7 +87,7 @@ class ControllerActor:
             [RayGenerator(actor, facts) for actor, facts in zip(engines, pids["generators"], strict=True)],
             trace=narrated,
         )
-        task = build_task(config.data)
+        task, saving = build_task(config.data), (config.checkpointing, config.rollout_checkpointing)
         self._controller = SingleController(
             config,
             environments=self._generators.environments if task.is_multi_turn else (),
@@ -95,13 +95,7 @@ class ControllerActor:
             dataset=task,
             trainer=RayTrainer(trainers),
             generator=self._generators,
-            bundles=PublishedBundles(
-                store,
-                layout,
-                log,
-                checkpointing=config.checkpointing,
-                snapshots=config.rollout_checkpointing,
-            ),
+            bundles=PublishedBundles(store, layout, log, checkpointing=saving[0], snapshots=saving[1]),
             trace=narrated,
         )
         gc.freeze()  # what start-up made stays: a full collection would stop the event loop for tens of milliseconds

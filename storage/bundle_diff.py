@@ -82,7 +82,7 @@ def _counts(a: RestoredBundle, b: RestoredBundle) -> dict[str, tuple[int, int]]:
     before = {name: getattr(a.state.progress, name) for name in progress} | a.manifest.counts
     now = {name: getattr(b.state.progress, name) for name in progress} | b.manifest.counts
     names = sorted(before.keys() | now.keys())
-    return {name: (before.get(name, 0), now.get(name, 0)) for name in names if before.get(name) != now.get(name)}
+    return {name: (before.get(name, 0), now.get(name, 0)) for name in names if before.get(name, 0) != now.get(name, 0)}
 
 
 def _ids(ids: set[str]) -> tuple[str, ...]:

@@ -130,7 +130,8 @@ class _LinkFailed(Exception):
 def _difference(captured: Captured, bundle: RestoredBundle) -> str:
     """Empty when the restored state means what was published."""
     state, rows = _as_saved(captured, bundle)
-    if logical_digest(state, rows) == bundle.manifest.logical_digest:
+    found, expected = logical_digest(state, rows), logical_digest(bundle.state, bundle.rows)
+    if found == expected:
         return ""
     saved = bundle.state
     differs = [
@@ -141,8 +142,8 @@ def _difference(captured: Captured, bundle: RestoredBundle) -> str:
     if rows != bundle.rows:
         differs.append("rows")
     return (
-        f"restore drill: what was restored has logical digest {logical_digest(state, rows)[:12]}, the manifest says "
-        f"{str(bundle.manifest.logical_digest)[:12]}; {', '.join(differs) or 'the order of records'} differ"
+        f"restore drill: what was restored has logical digest {found[:12]}, what was published {expected[:12]}; "
+        f"{', '.join(differs) or 'the order of records'} differ"
     )
 
 

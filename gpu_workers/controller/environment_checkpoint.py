@@ -236,6 +236,8 @@ class InstancesCheckpoint:
     async def restore(self, episodes: Sequence[EpisodeRecord]) -> Mapping[str, EpisodeRecord]:
         """Each group goes to one instance: its own if that is there, else one by its place in the list."""
         await self.discard_restored()
+        if not episodes:
+            return {}
         self._restores += 1
         raised = [replace(episode, attempt=episode.attempt + self._restores - 1) for episode in episodes]
         placed = self._place(raised)

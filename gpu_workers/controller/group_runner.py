@@ -16,7 +16,7 @@ from gpu_workers.controller.recovery_ledger import StagedTurn
 from gpu_workers.controller.rollout_deadlines import RolloutDeadlines
 from gpu_workers.environments.ports import EpisodeId
 from storage.errors import BrokenInvariant, InfrastructureFailure, WorkerDied
-from storage.records import GroupStatus, LedgerGroup, Prompt, RowKind, SealedSibling, Sibling, rollout_id
+from storage.records import AttemptStatus, GroupStatus, LedgerGroup, Prompt, RowKind, SealedSibling, Sibling, rollout_id
 
 
 class GroupRunner:
@@ -127,7 +127,7 @@ class GroupRunner:
             if isinstance(failure, WorkerDied):
                 self._saw_worker_die.add(group_id)
         for unanswered in asked:
-            if self._is_owed(group_id, unanswered.generation_index, unanswered.attempt):
+            if self._is_running(group_id, unanswered.generation_index, unanswered.attempt):
                 message = broken
                 await self._abandon(group_id, unanswered.generation_index, broken, infrastructure=True)
         return message
@@ -181,6 +181,13 @@ class GroupRunner:
         facts = {"reward": sealed.reward, "num_tokens": sealed.num_tokens, "digest": sealed.digests[-1]}
         self._record("attempt_sealed", group_id, sibling, prompt, **facts)
         return ""
+
+    def _is_running(self, group_id: str, generation_index: int, attempt: int) -> bool:
+        """Owed, and not refused: that attempt waits to be sent again."""
+        if not self._is_owed(group_id, generation_index, attempt):
+            return False
+        sibling = self._parts.ledger.group(group_id).siblings[generation_index]
+        return sibling.status is AttemptStatus.DISPATCHED
 
     async def _refuse(self, group_id: str, generation_index: int, message: str) -> None:
         """The environment had closed meanwhile: the same attempt is sent again once it is open."""

@@ -1,7 +1,7 @@
 """Runs one sibling of a multi-turn environment: model call, environment turn, and so on to the end of its episode.
 
-Each finished turn is reported at once, with its captured call, so that it is staged where a snapshot finds it. Nothing is
-awaited between an environment's turn and its report: an exported turn has always been reported.
+Each finished turn is reported at once, with its captured call, so that it is staged where a snapshot finds it. Nothing
+is awaited between an environment's turn and its report: an exported turn has always been reported.
 """
 
 import json

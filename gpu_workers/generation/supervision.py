@@ -13,6 +13,7 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from gpu_workers.controller.failures import backoff_s, is_infrastructure
@@ -101,7 +102,7 @@ class SupervisedGenerators:
     @property
     def environments(self) -> list[EnvironmentControl]:
         """The environments of multi-turn rollouts: one instance in each generator, whichever process that is."""
-        return [SupervisedEnvironment(slot.index, lambda slot=slot: _environment_of(slot)) for slot in self._slots]
+        return [SupervisedEnvironment(slot.index, partial(_environment_of, slot)) for slot in self._slots]
 
     async def generate(self, order: GroupOrder) -> AsyncGenerator[SiblingResult | TurnResult, None]:
         """Run a group on the living generator with the fewest groups, or where its episodes were restored; waits while

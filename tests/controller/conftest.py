@@ -44,6 +44,8 @@ _MEMORY_DISK = "/dev/shm"  # noqa: S108
 class FakeGenerator:
     """Tokens are a pure function of (prompt, epoch, generation index). Siblings can be held, delayed and failed."""
 
+    environments: Sequence[Any] = ()
+
     def __init__(self) -> None:
         self.version = 0
         self.orders: list[GroupOrder] = []
@@ -200,6 +202,7 @@ class World:
     assemble: Callable[..., Any] = assemble_group
     clock: Callable[[], float] = time.monotonic
     supervised: Callable[[FakeGenerator], Any] = lambda generator: generator
+    new_generator: Callable[[], Any] = FakeGenerator
 
     def change(self, section: str, **values: Any) -> None:
         """Another configuration for the next incarnation."""
@@ -214,9 +217,10 @@ class World:
         log.claim()
         saving = {"checkpointing": self.config.checkpointing, "snapshots": self.config.rollout_checkpointing}
         self.bundles = PublishedBundles(self.store, self.layout, log, **saving)
-        self.generator, self.trainer, self.trace = FakeGenerator(), FakeTrainer(self.store), FactTrace(log.writer)
+        self.generator, self.trainer, self.trace = self.new_generator(), FakeTrainer(self.store), FactTrace(log.writer)
         workers = {"generator": self.supervised(self.generator), "trainer": self.trainer}
         workers |= {"assemble": self.assemble, "clock": self.clock}
+        workers |= {"environments": self.generator.environments, "incarnation": log.writer}
         parts = {"dataset": self.dataset, "bundles": self.bundles, "trace": self.trace}
         self.controller = SingleController(self.config, **parts, **workers)
         return self.controller
@@ -292,7 +296,7 @@ class World:
         ledger, buffer = parts.ledger.capture(cut), parts.buffer.capture(cut)
         trained = parts.state.recorded.capture(cut, after=0)
         state = RolloutState(parts.progress(cut), ledger, buffer, spares, dropped, trained)
-        self.require_whole(state, set(parts.rows.capture(cut)))
+        self.require_whole(state, set(parts.rows.capture(cut)) - set(parts.ledger.staged_keys()))
         limit = min(len(ledger), self.config.generation.max_inflight_groups)
         assert self.controller.describe()["running_groups"] <= limit  # I5
 

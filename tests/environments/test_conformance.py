@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,11 +27,21 @@ class World:
     control: EnvironmentControl
 
 
+@pytest.fixture(scope="module")
+def running_ray() -> Iterator[None]:
+    """One Ray for all; each test has an actor of its own in it."""
+    import ray
+
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    yield
+    ray.shutdown()
+
+
 @pytest.fixture(params=["direct", "http", pytest.param("ray", marks=pytest.mark.system)])
 async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
     if request.param == "ray":
-        async for made in _over_ray():
-            yield made
+        request.getfixturevalue("running_ray")
+        yield _over_ray()
         return
     table = EpisodeTable("games", find_environment)
     control = ControlPlane(table)
@@ -49,17 +59,11 @@ async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
     await serving
 
 
-async def _over_ray() -> AsyncIterator[World]:
-    import ray
-
+def _over_ray() -> World:
     from gpu_workers.environments.ray_control import RayEnvironmentControl, RayEpisodes, start_environment_actor
 
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, configure_logging=False)
-    try:
-        actor = start_environment_actor("games", find_environment, max_concurrency=32)
-        yield World(RayEpisodes("games", actor), RayEnvironmentControl("games", actor))
-    finally:
-        ray.shutdown()
+    actor = start_environment_actor("games", find_environment, max_concurrency=32)
+    return World(RayEpisodes("games", actor), RayEnvironmentControl("games", actor))
 
 
 def soon() -> float:

@@ -56,7 +56,7 @@ def test_tokens_without_version_or_log_probability_are_a_broken_promise(output: 
 
 
 def test_a_row_names_its_attempt_and_carries_its_digest():
-    row = staged_call(ORDER, ORDER.siblings[0], completion_of(Output()), turn=0)
+    row = staged_call(ORDER, ORDER.siblings[0], completion_of(Output()), prompt=ORDER.prompt.token_ids, turn=0)
     assert row.schema == STAGED_CALLS
     (content,) = row.to_pylist()
     assert content["row_id"] == "e0-p5_g2/a1/t0"

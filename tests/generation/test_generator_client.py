@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpu_workers.controller.ports import Failure, GroupOrder, SiblingOrder, SiblingResult
+from gpu_workers.controller.ports import Failure, GroupOrder, SiblingOrder, SiblingResult, TurnResult
 from gpu_workers.generation.capture import Completion, staged_call
 from gpu_workers.generation.generator_client import GeneratorClient
 from gpu_workers.generation.running_calls import Finished
@@ -59,7 +59,8 @@ def order(group_id: str, siblings: int) -> GroupOrder:
 
 def sealed(group: GroupOrder, index: int) -> SiblingResult:
     completion = Completion((7, 1), (-0.5, -0.25), (0,), (3,), "stop")
-    return SiblingResult(index, 0, calls=staged_call(group, group.siblings[index], completion, turn=0), reward=0.75)
+    calls = staged_call(group, group.siblings[index], completion, prompt=(4, 5), turn=0)
+    return SiblingResult(index, 0, calls=calls, reward=0.75)
 
 
 @pytest.fixture
@@ -70,8 +71,10 @@ def actor() -> ActorDouble:
 def test_results_and_failures_survive_the_message():
     group = order("g", 1)
     lost = SiblingResult(2, 4, failure=Failure(infrastructure=True, message="lost"))
-    back = unpack(pack([Finished(7, sealed(group, 0)), Finished(8, lost)]))
-    assert back == [Finished(7, sealed(group, 0)), Finished(8, lost)]
+    turn = TurnResult(1, 2, sealed(group, 0).calls)
+    refused = SiblingResult(3, 0, failure=Failure(infrastructure=False, message="closed", refused=True))
+    sent = [Finished(n, result) for n, result in enumerate((sealed(group, 0), lost, turn, refused))]
+    assert unpack(pack(sent)) == sent
 
 
 def test_exceptions_come_back_as_infrastructure_failures():
