@@ -1,6 +1,6 @@
 # Every target but help and clean first brings .venv up to date (a few milliseconds if it is).
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve test test-fast check bench docs clean
+.PHONY: help install demo demo-multiturn serve test test-fast check bench docs clean
 
 BIN := .venv/bin
 ARGS ?=
@@ -13,6 +13,9 @@ install: ## create .venv from requirements/cpu.lock and install the project in i
 
 demo: install ## train, be killed in mid-rollout, restore, go on (about five minutes)
 	@$(BIN)/midflight demo $(ARGS)
+
+demo-multiturn: install ## the same with a game of several turns: running episodes keep their finished turns
+	@$(BIN)/midflight demo --multi-turn $(ARGS)
 
 serve: install ## Prefect server, worker, Ray and the deployments, and the page to open (Ctrl-C ends them)
 	@$(BIN)/midflight serve $(ARGS)

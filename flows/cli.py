@@ -121,9 +121,15 @@ def trace(
     show_trace(run, _store_url(store), Console(), steps=steps)
 
 
-@app.command(epilog="Examples:\n\n`midflight demo`\n\n`midflight demo --set algorithm.max_steps=60 --output /tmp/demo`")
+@app.command(
+    epilog="Examples:\n\n`midflight demo`\n\n`midflight demo --multi-turn`\n\n"
+    "`midflight demo --set algorithm.max_steps=60 --output /tmp/demo`"
+)
 def demo(
     overrides: Overrides = None,
+    multi_turn: Annotated[
+        bool, typer.Option("--multi-turn", help="A game of up to four turns, restored in the middle of its episodes.")
+    ] = False,
     output: Annotated[
         Path, typer.Option(help="Folder for demo-report.json and demo-reward.svg.", file_okay=False)
     ] = Path(),
@@ -134,7 +140,7 @@ def demo(
     """
     from flows.demo import run_demo
 
-    run_demo(overrides or (), output, Console())
+    run_demo(overrides or (), output, Console(), multi_turn=multi_turn)
 
 
 @app.command(epilog="Example:\n\n`midflight up`")

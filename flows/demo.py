@@ -21,16 +21,17 @@ from storage.layout import RunLayout
 from storage.run_config import RunConfig
 
 CONFIG_FILE = Path(__file__).resolve().parents[1] / "configs" / "demo.yaml"
+MULTI_TURN_FILE = CONFIG_FILE.with_name("demo-multiturn.yaml")
 MODEL_DEADLINE_S = 300.0
 
 
-def run_demo(overrides: Sequence[str], output: Path, console: Console) -> None:
+def run_demo(overrides: Sequence[str], output: Path, console: Console, *, multi_turn: bool = False) -> None:
     """The whole demo. Raises DemoFailed when it does not show what it promises, with the report written."""
     from flows.demo_report import build_report, rewards_around, shortcomings, write_report  # loads matplotlib
     from storage.trace_reader import read_events
 
     started, home = time.monotonic(), Home.current()
-    config = demo_config(overrides)
+    config = demo_config(overrides, multi_turn=multi_turn)
     check(config)
     store = open_store(config.store.url)
     with model_in_the_making(config, home) as model, deployed_services(home, console) as state:
@@ -46,15 +47,15 @@ def run_demo(overrides: Sequence[str], output: Path, console: Console) -> None:
     paths = write_report(report, rewards, output)
     console.print(facts_table("What the demo showed", {k: v for k, v in report.items() if not isinstance(v, dict)}))
     console.print(f"Written: {paths[0]}, {paths[1]}. More: `midflight trace {config.name}`", soft_wrap=True)
-    missing = shortcomings(report) + [f"still running: {role}" for role in leftovers]
+    missing = shortcomings(report, multi_turn=multi_turn) + [f"still running: {role}" for role in leftovers]
     if missing:
         raise DemoFailed("; ".join(missing))
 
 
-def demo_config(overrides: Sequence[str]) -> RunConfig:
-    """configs/demo.yaml under a name that no earlier demo had, unless one is given."""
+def demo_config(overrides: Sequence[str], *, multi_turn: bool = False) -> RunConfig:
+    """configs/demo.yaml, or demo-multiturn.yaml, under a name that no earlier demo had, unless one is given."""
     unique = f"name=demo-{time.strftime('%Y%m%d-%H%M%S')}"
-    return load_config(CONFIG_FILE, [unique, *overrides])
+    return load_config(MULTI_TURN_FILE if multi_turn else CONFIG_FILE, [unique, *overrides])
 
 
 @contextmanager

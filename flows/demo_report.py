@@ -22,6 +22,7 @@ REPORT_FILE, PICTURE_FILE = "demo-report.json", "demo-reward.svg"
 AT_THE_START, AT_THE_KILL, AT_THE_END = 5, 5, 20
 REWARD_GAIN = 0.2
 _SMOOTHED_OVER = 5
+_STARTS = ("attempt_dispatched", "attempt_resumed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +100,8 @@ def _reuse(stop: StopCost) -> dict[str, Any]:
         "groups_continued": stop.groups_unfinished,
         "siblings_reused": stop.siblings_reused,
         "siblings_rerun": stop.siblings_rerun,
+        "episodes_resumed": stop.siblings_resumed,
+        "turns_kept": stop.turns_kept,
         "tokens_kept": stop.tokens_kept,
         "tokens_lost": stop.tokens_lost,
         "steps_replayed": stop.steps_replayed,
@@ -109,13 +112,13 @@ def _reuse(stop: StopCost) -> dict[str, Any]:
 
 def _first_redispatch(events: Sequence[Mapping[str, Any]], killed_at: float) -> float:
     """Seconds from the kill to the first attempt that runs again."""
-    times = [float(e["t"]) for e in events if e["event"] == "attempt_dispatched" and float(e["t"]) > killed_at]
+    times = [float(e["t"]) for e in events if e["event"] in _STARTS and float(e["t"]) > killed_at]
     if not times:
         raise DemoFailed("nothing was dispatched after the kill")
     return min(times) - killed_at
 
 
-def shortcomings(report: Mapping[str, Any]) -> list[str]:
+def shortcomings(report: Mapping[str, Any], *, multi_turn: bool = False) -> list[str]:
     """What the demo promises and this report does not show."""
     gain = report["reward_end"] - report["reward_start"]
     found = [f"{key} is {report[key]}, not 0" for key in ("prompts_skipped", "pairs_trained_twice") if report[key]]
@@ -123,6 +126,8 @@ def shortcomings(report: Mapping[str, Any]) -> list[str]:
         found.append(f"the reward rose by {gain:.3f}, less than {REWARD_GAIN}")
     if not report["siblings_reused"]:
         found.append("no sealed sibling was reused")
+    if multi_turn and not report["turns_kept"]:
+        found.append("no turn of a running episode was kept")
     return found + list(report["audit_problems"])
 
 

@@ -108,6 +108,8 @@ def stop_facts(cost: StopCost) -> dict[str, object]:
         "finished groups reused": cost.groups_reused,
         "unfinished groups continued": cost.groups_unfinished,
         "sealed siblings reused": cost.siblings_reused,
+        "episodes resumed": cost.siblings_resumed,
+        "turns kept": cost.turns_kept,
         "siblings run again": cost.siblings_rerun,
         "tokens kept": cost.tokens_kept,
         "tokens lost": cost.tokens_lost,

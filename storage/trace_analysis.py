@@ -43,10 +43,11 @@ def batch_age(events: Sequence[Event]) -> list[StepAge]:
 class StopCost:
     """What one stop and the restore after it cost. Times in seconds; `sequence` None: the run started afresh.
 
-    `thrown_away_s` is the sum, over attempts that ran at the restored cut, of how long they had been running.
-    `lost_s` is the time between that cut and the stop; `tokens_lost` were sealed in it. `siblings_rerun` ran at
-    the cut or were sealed in groups whose level does not keep siblings. `step` is the restored train step, to which
-    `steps_replayed` recorded batches led from the restored model; `steps_lost` had been trained beyond it.
+    `thrown_away_s` is the sum, over attempts that ran at the restored cut and did not go on, of how long they had been
+    running. `lost_s` is the time between that cut and the stop; `tokens_lost` were sealed in it. `siblings_resumed` ran
+    at the cut and went on from `turns_kept` finished turns; `siblings_rerun` ran without such, or were sealed in groups
+    whose level does not keep siblings. `step` is the restored train step, to which `steps_replayed` recorded batches
+    led from the restored model; `steps_lost` had been trained beyond it.
     """
 
     run_process: str
@@ -60,6 +61,8 @@ class StopCost:
     groups_reused: int
     groups_unfinished: int
     siblings_reused: int
+    siblings_resumed: int
+    turns_kept: int
     siblings_rerun: int
     tokens_kept: int
     tokens_lost: int
@@ -88,6 +91,8 @@ def _cost(history: History, number: int, lost_from: dict[str, float]) -> StopCos
     running = {} if target is None else history.at_cut(target.sequence).running
     counts = _counts(target)
     restored = _restored_counts(life, target)
+    resumed = int(restored.get("siblings_resumed", 0))
+    went_on = {event["rollout_id"] for event in life.events if event["event"] == "attempt_resumed"}
     reloaded = life.restored is not None and life.restored.get("groups_buffered", 0) > 0
     buffered, tokens = (counts["buffered_groups"], counts["buffered_tokens"]) if reloaded else (0, 0)
     return StopCost(
@@ -98,11 +103,13 @@ def _cost(history: History, number: int, lost_from: dict[str, float]) -> StopCos
         down_s=max(life.started_at - stopped_at, 0.0),
         to_first_dispatch_s=_to_first_dispatch(life),
         lost_s=max(stopped_at - cut_time, 0.0),
-        thrown_away_s=sum(cut_time - dispatched for dispatched in running.values()),
+        thrown_away_s=sum(cut_time - began for rollout, began in running.items() if rollout not in went_on),
         groups_reused=buffered,
         groups_unfinished=counts["ledger_groups"],
         siblings_reused=counts["reusable_siblings"],
-        siblings_rerun=counts["running_attempts"] + counts["sealed_siblings"] - counts["reusable_siblings"],
+        siblings_resumed=resumed,
+        turns_kept=int(restored.get("turns_kept", 0)),
+        siblings_rerun=counts["running_attempts"] - resumed + counts["sealed_siblings"] - counts["reusable_siblings"],
         tokens_kept=tokens + counts["reusable_tokens"],
         tokens_lost=sum(sealed),
         steps_replayed=restored["steps_to_replay"],
@@ -139,7 +146,8 @@ def _restored_counts(life: Life, target: Manifest | None) -> dict[str, int]:
 
 
 def _to_first_dispatch(life: Life) -> float | None:
-    times = (float(event["t"]) for event in life.events if event["event"] == "attempt_dispatched")
+    starts = ("attempt_dispatched", "attempt_resumed")
+    times = (float(event["t"]) for event in life.events if event["event"] in starts)
     first = next(times, None)
     return None if first is None else first - life.started_at
 

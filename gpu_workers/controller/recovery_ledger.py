@@ -136,10 +136,14 @@ class RecoveryLedger:
         """The finished turns of a sibling that still runs, in order."""
         return self._staged.get(rollout, ())
 
+    def staged_turns(self) -> list[StagedTurn]:
+        """All finished turns of siblings that still run."""
+        return [turn for turns in self._staged.values() for turn in turns]
+
     def staged_keys(self, group_id: str | None = None) -> list[str]:
         """Keys of all staged calls that no sealed sibling holds, or of those of one group."""
         if group_id is None:
-            return [turn.key for turns in self._staged.values() for turn in turns]
+            return [turn.key for turn in self.staged_turns()]
         siblings = self.group(group_id).siblings
         return [t.key for s in siblings for t in self.staged(rollout_id(group_id, s.generation_index))]
 

@@ -22,7 +22,7 @@ from gpu_workers.controller.samplers.saved_dispatch import SavedDispatch
 from gpu_workers.controller.weight_sync import WeightSync
 from storage.errors import BrokenInvariant
 from storage.manifests import Manifest
-from storage.records import EpisodeRecord, LedgerGroup, Progress, RolloutState, RowKind, rollout_id
+from storage.records import AttemptStatus, EpisodeRecord, LedgerGroup, Progress, RolloutState, RowKind, rollout_id
 from storage.rows import RowHandle
 from storage.snapshot_reader import RestoredBundle
 
@@ -190,8 +190,7 @@ class RolloutRestorer:
         async with parts.barrier.mutation("restore_ledger") as mutation:
             parts.ledger.load(mutation, sorted(groups, key=lambda group: group.order), kept)
             parts.rows.load(mutation, rows)
-        turns = {"episodes_resumed": len(resumed), "turns_kept": sum(e.turn for e in resumed.values())}
-        return {**_count_ledger(groups), **turns}
+        return {**_count_ledger(groups), "turns_kept": sum(episode.turn for episode in resumed.values())}
 
     async def _restore_spare_prompts(self, bundle: RestoredBundle | None, _plan: RestorePlan) -> Mapping[str, Any]:
         """The spare pool, present even if empty and whether or not the buffer was loaded."""
@@ -225,7 +224,8 @@ class RolloutRestorer:
         self._record_abandoned(bundle)
         facts = _count_ledger(self._parts.ledger.groups())
         buffered = self._parts.buffer.ready()
-        kept = sum(group.num_tokens for group in buffered) + facts.pop("tokens_kept")
+        turns = self._parts.ledger.staged_turns()
+        kept = sum(group.num_tokens for group in buffered) + facts.pop("tokens_kept") + sum(t.num_tokens for t in turns)
         self._parts.trace.record(
             "checkpoint_restored",
             sequence=plan.target,
@@ -236,6 +236,7 @@ class RolloutRestorer:
             steps_to_replay=bundle.state.progress.train_steps - bundle.state.model_step,
             cut_time=bundle.manifest.cut_time,
             groups_buffered=len(buffered),
+            turns_kept=len(turns),
             tokens_kept=kept,
             **facts,
         )
@@ -304,9 +305,11 @@ def _rows(bundle: RestoredBundle | None, kind: RowKind) -> dict[str, RowHandle]:
 def _count_ledger(groups: list[LedgerGroup]) -> dict[str, int]:
     siblings = [sibling for group in groups for sibling in group.siblings]
     sealed = [sibling.sealed for sibling in siblings if sibling.sealed is not None]
+    resumed = sum(sibling.status is AttemptStatus.RESUMED for sibling in siblings)
     return {
         "groups_unfinished": len(groups),
         "siblings_reused": len(sealed),
-        "siblings_rerun": len(siblings) - len(sealed),
+        "siblings_resumed": resumed,
+        "siblings_rerun": len(siblings) - len(sealed) - resumed,
         "tokens_kept": sum(result.num_tokens for result in sealed),
     }

@@ -1,128 +1,16 @@
-"""Multi-turn episodes through the controller: staged turn by turn, saved while they run, resumed where they were.
-
-Table, control plane and runner are the real ones; only the model is a stand-in, whose tokens are a function of who
-samples and which turn.
-"""
+"""Multi-turn episodes through the controller: staged turn by turn, saved while they run, resumed where they were."""
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
-from gpu_workers.controller.ports import GroupOrder, SiblingOrder, SiblingResult, TurnResult
 from gpu_workers.controller.restorer import RestorePlan
-from gpu_workers.environments.control_plane import ControlPlane
-from gpu_workers.environments.environment_task import EnvironmentTask
-from gpu_workers.environments.episode_table import EpisodeTable
-from gpu_workers.environments.interface import Environment, Json, Step
-from gpu_workers.environments.ports import CallRef, EpisodeId, EpisodeTask, Exported, Phase
-from gpu_workers.generation.capture import Completion
-from gpu_workers.generation.episode_runner import EpisodeRunner
-from gpu_workers.models.tokenizer import END_TOKEN_ID, CharTokenizer
+from gpu_workers.environments.ports import EpisodeId, EpisodeTask, Exported, Phase
 from storage.errors import BrokenInvariant, DatasetChanged, EnvironmentRefusal, InfrastructureFailure, RestoreRefused
-from storage.records import AttemptStatus, RecoveryLevel, rollout_id
-from storage.run_config import DataConfig, RunConfig
-
-TURNS = 4
-applied: Counter[tuple[str, int]] = Counter()
-
-
-class Tally(Environment):
-    """Each action adds its length to a sum; every applied turn leaves a mark outside, to be counted."""
-
-    name = "tally"
-
-    def reset(self, task: Json, rng: np.random.Generator) -> Step:
-        return Step({"id": str(rng.integers(10**9)), "sum": 0, "turn": 0}, "go")
-
-    def step(self, state: Json, action: str, rng: np.random.Generator) -> Step:
-        applied[state["id"] + action, state["turn"]] += 1
-        turn, total = state["turn"] + 1, state["sum"] + len(action)
-        return Step({**state, "turn": turn, "sum": total}, f"{total}", reward=0.25, done=turn == TURNS)
-
-
-class Calls:
-    """Stands for the model: an action that depends on prompt, sibling and turn. Calls can be held."""
-
-    engine_is_dead = False
-
-    def __init__(self, generator: "Player") -> None:
-        self.sampled: list[tuple[str, int]] = []
-        self.held: Callable[[str, int], bool] = lambda rollout, turn: False
-        self._generator = generator
-        self._released = asyncio.Event()
-
-    def release(self) -> None:
-        self.held = lambda rollout, turn: False
-        self._released.set()
-        self._released = asyncio.Event()
-
-    def has_room(self, token_ids: tuple[int, ...]) -> bool:
-        return True
-
-    async def complete(
-        self, order: GroupOrder, sibling: SiblingOrder, token_ids: tuple[int, ...], *, turn: int
-    ) -> Completion:
-        rollout = rollout_id(order.group_id, sibling.generation_index)
-        await asyncio.sleep(0)
-        if self.held(rollout, turn):
-            await self._released.wait()
-        self.sampled.append((rollout, turn))
-        text = "x" * (1 + (order.prompt.ref.prompt_id + sibling.generation_index + turn) % 5) + f"{sum(token_ids) % 10}"
-        tokens = (*CharTokenizer().encode(text), END_TOKEN_ID)
-        return Completion(tokens, (-0.5,) * len(tokens), (0,), (self._generator.version,), "stop")
-
-
-class Player:
-    """A generator of the real runner and the real table. `slow_to_submit` keeps orders on their way."""
-
-    def __init__(self, fake: Any, config: RunConfig, task: EnvironmentTask) -> None:
-        self.fake = fake
-        self.calls = Calls(self)
-        self.tables = [EpisodeTable(f"generator-{n}", lambda name: task.environment) for n in range(2)]
-        self.environments: list[Any] = [ControlPlane(table) for table in self.tables]
-        runners = [EpisodeRunner(config, self.calls, task, table, table.instance) for table in self.tables]  # type: ignore[arg-type]
-        self.runners = {table.instance: runner for table, runner in zip(self.tables, runners, strict=True)}
-        self.on_the_way: asyncio.Event | None = None
-        self.orders: list[GroupOrder] = []
-
-    @property
-    def version(self) -> int:
-        return int(self.fake.version)
-
-    async def generate(self, order: GroupOrder) -> AsyncGenerator[SiblingResult | TurnResult, None]:
-        if self.on_the_way is not None:
-            await self.on_the_way.wait()
-        self.orders.append(order)
-        answers: asyncio.Queue[Any] = asyncio.Queue()
-        runner = self.runners[order.instance or f"generator-{order.prompt.ref.prompt_id % 2}"]
-
-        async def play(sibling: SiblingOrder) -> None:
-            answers.put_nowait(await runner.run(order, sibling, answers.put_nowait))
-
-        tasks = [asyncio.create_task(play(sibling)) for sibling in order.siblings]
-        left = len(tasks)
-        try:
-            while left:
-                answer = await answers.get()
-                left -= isinstance(answer, SiblingResult)
-                yield answer
-        finally:
-            for task in tasks:
-                task.cancel()
-
-    async def load_weights(self, weights: Any) -> Any:
-        return await self.fake.load_weights(weights)
-
-    async def abort(self, group_id: str) -> None:
-        await self.fake.abort(group_id)
-
-
-def tally_task(num_prompts: int = 40) -> EnvironmentTask:
-    return EnvironmentTask(DataConfig(task="tests.controller.test_episodes:Tally", num_prompts=num_prompts))
+from storage.records import AttemptStatus, RecoveryLevel, SealedSibling, rollout_id
+from tests.controller.playing import Player, Tally, applied, tally_task
 
 
 @pytest.fixture
@@ -384,8 +272,6 @@ async def test_scenario_75_an_episode_sealed_between_commit_and_cut_belongs_to_t
         group_id, index = episode.rollout_id.rsplit("_g", 1)
         async with world.controller.parts.barrier.mutation("seal") as mutation:
             turns = ledger.staged(episode.rollout_id)
-            from storage.records import SealedSibling
-
             result = SealedSibling(tuple(t.key for t in turns), tuple(t.digest for t in turns), 0.5, False, 3)
             ledger.seal(mutation, group_id, int(index), result)
         sealed.append(episode.rollout_id)
@@ -472,5 +358,3 @@ async def test_the_environment_is_left_alone_when_no_group_is_to_be_restored_at_
     await world.snapshot(1)
     assert world.trace.of("environment_parked") == []
     assert {group.level for group in world.controller.parts.ledger.groups()} == {RecoveryLevel.SIBLING}
-
-

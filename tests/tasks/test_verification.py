@@ -56,9 +56,10 @@ def forge(store, sequence, change, places=lambda places: places):
     files += [entry for entry in manifest.files if entry.path in {place.part for place in held}]
     for file in encode_state(state, places(held), writer="forger"):
         digest = sha256(file.data)
-        entry = next(entry for entry in manifest.files if entry.kind == file.kind)
+        entry = next((e for e in manifest.files if e.kind == file.kind), manifest.files[-1])
         path = LAYOUT.state(file.kind, digest)
-        promise = {"path": path, "bytes": len(file.data), "sha256": digest, "rows": file.rows}
+        promise = {"path": path, "bytes": len(file.data), "sha256": digest, "rows": file.rows, "role": "state"}
+        promise["kind"] = file.kind
         files.append(entry.model_copy(update={**promise, "schema_version": STATE_SCHEMA_VERSION}))
         store.write(path, file.data)
     rows = {row: bundle.rows[row] for row in wanted if row in bundle.rows}
