@@ -91,7 +91,7 @@ def _cost(history: History, number: int, lost_from: dict[str, float]) -> StopCos
     running = {} if target is None else history.at_cut(target.sequence).running
     counts = _counts(target)
     restored = _restored_counts(life, target)
-    resumed = int(restored.get("siblings_resumed", 0))
+    resumed = restored["siblings_resumed"]
     went_on = {event["rollout_id"] for event in life.events if event["event"] == "attempt_resumed"}
     reloaded = life.restored is not None and life.restored.get("groups_buffered", 0) > 0
     buffered, tokens = (counts["buffered_groups"], counts["buffered_tokens"]) if reloaded else (0, 0)
@@ -108,7 +108,7 @@ def _cost(history: History, number: int, lost_from: dict[str, float]) -> StopCos
         groups_unfinished=counts["ledger_groups"],
         siblings_reused=counts["reusable_siblings"],
         siblings_resumed=resumed,
-        turns_kept=int(restored.get("turns_kept", 0)),
+        turns_kept=restored["turns_kept"],
         siblings_rerun=counts["running_attempts"] - resumed + counts["sealed_siblings"] - counts["reusable_siblings"],
         tokens_kept=tokens + counts["reusable_tokens"],
         tokens_lost=sum(sealed),
@@ -142,7 +142,8 @@ def _restored_counts(life: Life, target: Manifest | None) -> dict[str, int]:
     """What the restore itself has recorded; the manifest tells the step to readers of traces that lack it."""
     told = {} if life.restored is None else life.restored
     step = 0 if target is None else target.step
-    return {"step": int(told.get("step", step)), "steps_to_replay": int(told.get("steps_to_replay", 0))}
+    counted = {name: int(told.get(name, 0)) for name in ("steps_to_replay", "siblings_resumed", "turns_kept")}
+    return {"step": int(told.get("step", step)), **counted}
 
 
 def _to_first_dispatch(life: Life) -> float | None:
