@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 
+import ray
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun
 from rich.console import Console
@@ -40,6 +41,13 @@ class Killed:
 
 async def kill_and_continue(config: RunConfig, store: Store, state: ServiceState, console: Console) -> Killed:
     """Both flow runs. Raises DemoFailed when one of them goes another way than it should."""
+    try:
+        return await _kill_and_continue(config, store, state, console)
+    finally:
+        ray.shutdown()  # before its head ends: Ray ends a process that can't reach it for a minute
+
+
+async def _kill_and_continue(config: RunConfig, store: Store, state: ServiceState, console: Console) -> Killed:
     # The kill is looked at before the run goes on, so that it must not do so by itself.
     config = config.model_copy(update={"cluster": config.cluster.model_copy(update={"max_resumes": 0})})
     first = await _start(config, state, console)

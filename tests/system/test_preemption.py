@@ -14,7 +14,7 @@ from tasks.accounting import audit
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
 
-STEPS, PROMPTS, GENERATIONS = 60, 6, 4
+STEPS, PROMPTS, GENERATIONS = 30, 6, 4
 SETTINGS = {
     "cluster__max_resumes": 0,  # the tests look at how it ends
     "algorithm__max_steps": STEPS,

@@ -17,7 +17,7 @@ from tasks.accounting import audit
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
 
-STEPS, PROMPTS, GENERATIONS = 120, 8, 4
+STEPS, PROMPTS, GENERATIONS = 100, 8, 4
 STARTS_WITHIN_S, RESTARTS_WITHIN_S = 500, 240
 SETTINGS = {
     "algorithm__max_steps": STEPS,
