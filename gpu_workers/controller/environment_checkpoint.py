@@ -9,10 +9,10 @@ Giving up is always safe: an instance that hears nothing opens itself again when
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from gpu_workers.controller.barrier import Cut
 from gpu_workers.controller.parts import RolloutRuntimeState
@@ -25,6 +25,9 @@ from storage.records import AttemptStatus, EpisodeRecord, LedgerGroup, RecoveryL
 
 _RUNNING = (AttemptStatus.DISPATCHED, AttemptStatus.RESUMED)
 _DRAIN_TURN_S = 0.005
+_SLACK_S = 1.0
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +180,7 @@ class InstancesCheckpoint:
         self._deadline_s = deadline_s
         self._wall_clock = wall_clock
         self._pins: dict[str, str] = {}
+        self._closings = 0
         self._restores = 0
         self._restored: dict[str, list[EpisodeRecord]] = {}
 
@@ -186,7 +190,8 @@ class InstancesCheckpoint:
         if not any(group.level is RecoveryLevel.TURN for group in self._ledger.groups()):
             yield None
             return
-        checkpoint = f"{self._incarnation}-{checkpoint_id}"
+        self._closings += 1  # an attempt that is tried again closes anew: instances take an id once
+        checkpoint = f"{self._incarnation}-{checkpoint_id}-{self._closings}"
         began, committed = time.monotonic(), False
         self._state.environment_closed = True
         try:
@@ -226,7 +231,7 @@ class InstancesCheckpoint:
     async def _open(self, checkpoint: str, *, committed: bool) -> None:
         """After a commit a failing resume is only worth a warning: the lease opens the instance."""
         replies = await asyncio.gather(
-            *(control.resume(checkpoint) for control in self._instances.values()), return_exceptions=True
+            *(self._answer(control.resume(checkpoint)) for control in self._instances.values()), return_exceptions=True
         )
         for control, reply in zip(self._instances.values(), replies, strict=True):
             if isinstance(reply, BaseException):
@@ -272,7 +277,7 @@ class InstancesCheckpoint:
         checkpoint = f"{self._incarnation}-restore-{self._restores}"
         for name in restored:
             with suppress(MidflightError):  # a dead instance holds nothing any more
-                await self._instances[name].discard_restored(checkpoint)
+                await self._answer(self._instances[name].discard_restored(checkpoint))
 
     async def open_restored(self) -> None:
         """From now on they are live, and are not undone any more."""
@@ -289,13 +294,13 @@ class InstancesCheckpoint:
         """Everywhere: nobody knows where a rollout ran that did not answer. One that is down starts empty."""
         for control in self._instances.values():
             with suppress(MidflightError):
-                await control.retire(episodes)
+                await self._answer(control.retire(episodes))
 
     async def forget(self, rollout_ids: Sequence[str]) -> None:
         """Marks that stay because an instance did not answer cost nothing but their memory."""
         for control in self._instances.values():
             with suppress(MidflightError):
-                await control.forget(rollout_ids)
+                await self._answer(control.forget(rollout_ids))
 
     def _deadline(self) -> float:
         return self._wall_clock() + self._deadline_s
@@ -303,12 +308,20 @@ class InstancesCheckpoint:
     async def _all(self, ask: Callable[[EnvironmentControl], Any], names: Iterable[str] | None = None) -> list[Any]:
         """One question to all (or some) instances together; the first failure is raised once all have answered."""
         asked = [self._instances[name] for name in (self._instances if names is None else names)]
-        async with asyncio.timeout(self._deadline_s + 1):
-            replies = await asyncio.gather(*(ask(control) for control in asked), return_exceptions=True)
+        replies = await asyncio.gather(*(self._answer(ask(control)) for control in asked), return_exceptions=True)
         for reply in replies:
             if isinstance(reply, BaseException):
                 raise reply
         return list(replies)
+
+    async def _answer(self, call: Awaitable[T]) -> T:
+        """InfrastructureFailure when an instance says nothing, a little after the deadline that it was told."""
+        try:
+            return await asyncio.wait_for(call, self._deadline_s + _SLACK_S)
+        except TimeoutError as error:
+            raise InfrastructureFailure(
+                f"an environment did not answer within environment.deadline_s {self._deadline_s} s; try again"
+            ) from error
 
 
 def _group_of(rollout: str) -> str:

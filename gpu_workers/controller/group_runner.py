@@ -18,6 +18,8 @@ from gpu_workers.environments.ports import EpisodeId
 from storage.errors import BrokenInvariant, InfrastructureFailure, WorkerDied
 from storage.records import AttemptStatus, GroupStatus, LedgerGroup, Prompt, RowKind, SealedSibling, Sibling, rollout_id
 
+_REFUSED_PAUSE_S = 0.05  # an environment that stays closed, until its lease ends, is not asked without pause
+
 
 class GroupRunner:
     """Executes ledger groups on the generators. Everything it learns is recorded in one mutation each."""
@@ -78,15 +80,20 @@ class GroupRunner:
             if spent is not None:
                 reason = message or self._policy.explain_interruptions(spent)
                 infrastructure = not self._policy.is_data_spent(spent)
+                await self._forget(group)
                 return await self._failed_groups.give_up(group_id, reason, infrastructure=infrastructure)
             pause_s = max(map(self._policy.pause_s, owed))
             if pause_s:
                 await asyncio.sleep(pause_s)
             async with self._turn_of(group):
                 message = await self._attempt(group_id, prompt)
-        await self._environment.forget([rollout_id(group_id, s.generation_index) for s in group.siblings])
+        await self._forget(group)
         untrainable = await self._finalizer.finalize(group_id)
         return await self._failed_groups.give_up(group_id, untrainable, infrastructure=False) if untrainable else None
+
+    async def _forget(self, group: LedgerGroup) -> None:
+        """Nothing of its episodes will be asked for any more."""
+        await self._environment.forget([rollout_id(group.group_id, s.generation_index) for s in group.siblings])
 
     def _turn_of(self, group: LedgerGroup) -> contextlib.AbstractAsyncContextManager[object]:
         """Suspects run one at a time, so that only the guilty one meets the next crash; the others just run."""
@@ -130,6 +137,8 @@ class GroupRunner:
             if self._is_running(group_id, unanswered.generation_index, unanswered.attempt):
                 message = broken
                 await self._abandon(group_id, unanswered.generation_index, broken, infrastructure=True)
+        if any(self._was_refused(group_id, order) for order in asked):
+            await asyncio.sleep(_REFUSED_PAUSE_S)
         return message
 
     def _order_of(self, group_id: str, sibling: Sibling) -> SiblingOrder:
@@ -188,6 +197,11 @@ class GroupRunner:
             return False
         sibling = self._parts.ledger.group(group_id).siblings[generation_index]
         return sibling.status is AttemptStatus.DISPATCHED
+
+    def _was_refused(self, group_id: str, order: SiblingOrder) -> bool:
+        """Still owed under the same attempt, but not running."""
+        index, attempt = order.generation_index, order.attempt
+        return self._is_owed(group_id, index, attempt) and not self._is_running(group_id, index, attempt)
 
     async def _refuse(self, group_id: str, generation_index: int, message: str) -> None:
         """The environment had closed meanwhile: the same attempt is sent again once it is open."""

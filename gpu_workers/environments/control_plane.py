@@ -9,6 +9,8 @@ from gpu_workers.environments.ports import EpisodeId, Exported, InstanceStatus, 
 from storage.errors import EnvironmentRefusal
 from storage.records import EpisodeRecord
 
+_REMEMBERED_IDS = 1024
+
 
 class ControlPlane:
     """Implements `EnvironmentControl`. One checkpoint at a time; an id that was given up or resumed is never taken
@@ -33,7 +35,7 @@ class ControlPlane:
         self._checkpoint: str | None = None
         self._lease_until = 0.0
         self._watcher: asyncio.Task[None] | None = None
-        self._stale: set[str] = set()
+        self._stale: dict[str, None] = {}
         self._exported: Exported | None = None
         self._restored: tuple[str, tuple[EpisodeRecord, ...]] | None = None
 
@@ -113,7 +115,7 @@ class ControlPlane:
             self._restored = None
         elif self._checkpoint == checkpoint_id:
             self._expect("discard_restored", Phase.RESTORED)
-        self._stale.add(checkpoint_id)
+        self._give_up(checkpoint_id)
         self._reopen()
         return self._status()
 
@@ -121,7 +123,7 @@ class ControlPlane:
         """See `EnvironmentControl.resume`. A prepare of this id that is still on its way will be refused."""
         if self._checkpoint not in (None, checkpoint_id):
             self._owns(checkpoint_id)
-        self._stale.add(checkpoint_id)
+        self._give_up(checkpoint_id)
         self._reopen()
         return self._status()
 
@@ -148,7 +150,7 @@ class ControlPlane:
     def _reopen(self) -> None:
         """Whatever was under way is over: its id is stale, its watcher ends with it, the table is open."""
         if self._checkpoint is not None:
-            self._stale.add(self._checkpoint)
+            self._give_up(self._checkpoint)
         if self._watcher is not None and self._watcher is not asyncio.current_task():
             self._watcher.cancel()
         self._phase, self._checkpoint, self._exported, self._watcher = Phase.IDLE, None, None, None
@@ -185,6 +187,12 @@ class ControlPlane:
         raise EnvironmentRefusal(
             "checkpoint_conflict", f"'{self.instance}' is at checkpoint {self._checkpoint!r}, not {checkpoint_id!r}"
         )
+
+    def _give_up(self, checkpoint_id: str) -> None:
+        """Remember an id that may not come again; the oldest are forgotten."""
+        self._stale[checkpoint_id] = None
+        while len(self._stale) > _REMEMBERED_IDS:
+            del self._stale[next(iter(self._stale))]
 
     def _refuse_stale(self, checkpoint_id: str) -> None:
         if checkpoint_id in self._stale:

@@ -54,6 +54,7 @@ class EpisodeTable:
         self._environments: dict[str, Environment] = {}
         self._episodes: dict[EpisodeId, _Episode] = {}
         self._opening: dict[EpisodeId, asyncio.Task[Step]] = {}
+        self._entering = 0
         self._retired: dict[str, int] = {}
         self._closed_at: float | None = None
         self._parked_s = 0.0
@@ -61,7 +62,8 @@ class EpisodeTable:
         self._changed = Signal()
 
     def __len__(self) -> int:
-        return len(self._episodes)
+        """Episodes that are live, or are being opened."""
+        return len(self._episodes) + self._entering
 
     async def open(self, episode: EpisodeId, task: EpisodeTask) -> Boundary:
         """See `Episodes.open`. An episode that is open already is continued."""
@@ -79,19 +81,24 @@ class EpisodeTable:
         started = self._open_clock()
         parked_before_s = self._parked_total_s()
         environment = self._environment(task.environment)
-        step = await self._reset(episode, task, environment)
-        self._admit(episode)  # it may have been retired meanwhile
-        if episode not in self._episodes:
-            record = first_record(self.instance, episode, task, environment, step)
-            self._episodes[episode] = _Episode(
-                id=episode,
-                environment=environment,
-                generation_index=task.generation_index,
-                record=record,
-                state=step.state,
-                deadline_at=started + task.deadline_s,
-                parked_before_s=parked_before_s,
-            )
+        self._entering += 1
+        try:
+            step = await self._reset(episode, task, environment)
+            self._admit(episode)  # it may have been retired meanwhile
+            if episode not in self._episodes:
+                record = first_record(self.instance, episode, task, environment, step)
+                self._episodes[episode] = _Episode(
+                    id=episode,
+                    environment=environment,
+                    generation_index=task.generation_index,
+                    record=record,
+                    state=step.state,
+                    deadline_at=started + task.deadline_s,
+                    parked_before_s=parked_before_s,
+                )
+        finally:
+            self._entering -= 1
+            self._changed.notify()
         return self._boundary(self._episodes[episode])
 
     async def step(self, episode: EpisodeId, turn: int, action: str, call: CallRef) -> Boundary:
@@ -153,7 +160,7 @@ class EpisodeTable:
     @property
     def is_parked(self) -> bool:
         """Closed, and every episode is at a turn boundary."""
-        return self.is_closed and not self._opening and self.parked == len(self._episodes)
+        return self.is_closed and not self._entering and self.parked == len(self._episodes)
 
     async def wait_until_parked(self) -> None:
         """Until every turn that had begun is finished, or the table was opened again."""
@@ -216,12 +223,8 @@ class EpisodeTable:
         if episode not in self._opening:
             work = asyncio.to_thread(_guarded, where, lambda: environment.reset(opened, reset_rng(task.seed)))
             self._opening[episode] = asyncio.create_task(work)
-            self._opening[episode].add_done_callback(lambda _: self._opened(episode))
+            self._opening[episode].add_done_callback(lambda _: self._opening.pop(episode))
         return await asyncio.shield(self._opening[episode])
-
-    def _opened(self, episode: EpisodeId) -> None:
-        del self._opening[episode]
-        asyncio.get_running_loop().call_soon(self._changed.notify)  # after the opener has entered the episode
 
     def _apply(self, entry: _Episode, action: str) -> Step:
         record, environment = entry.record, entry.environment

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch.nn.functional import cross_entropy
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from gpu_workers.environments.environment_task import EnvironmentTask
 from gpu_workers.environments.tasks import Task, build_task
 from gpu_workers.models.tokenizer import PAD_TOKEN_ID
 from storage.errors import ConfigurationError
@@ -77,7 +78,11 @@ def _existing_folder(name: str) -> Path:
 
 def _settings(config: RunConfig) -> dict[str, object]:
     """Everything the warmed-up weights depend on."""
+    task = build_task(config.data)
+    # Another version of an environment shows other demonstrations.
+    version = {"environment_version": task.environment.version} if isinstance(task, EnvironmentTask) else {}
     return {
+        **version,
         "recipe": _RECIPE_VERSION,
         "seed": config.seed,
         "policy": config.policy.model_dump(mode="json"),

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from gpu_workers.controller.ports import GroupOrder, SiblingOrder, SiblingResult, TurnResult
+from gpu_workers.controller.restorer import RestorePlan
 from gpu_workers.environments.control_plane import ControlPlane
 from gpu_workers.environments.environment_task import EnvironmentTask
 from gpu_workers.environments.episode_table import EpisodeTable
@@ -18,7 +19,7 @@ from gpu_workers.environments.interface import Environment, Json, Step
 from gpu_workers.generation.capture import Completion
 from gpu_workers.generation.episode_runner import EpisodeRunner
 from gpu_workers.models.tokenizer import END_TOKEN_ID, CharTokenizer
-from storage.records import rollout_id
+from storage.records import AttemptStatus, rollout_id
 from storage.run_config import DataConfig, RunConfig
 
 TURNS = 4
@@ -118,3 +119,28 @@ class Player:
 
 def tally_task(num_prompts: int = 40) -> EnvironmentTask:
     return EnvironmentTask(DataConfig(task="tests.controller.test_episodes:Tally", num_prompts=num_prompts))
+
+
+def stand_at(world: Any, turn: int) -> None:
+    """Hold every episode before this turn."""
+    world.generator.calls.held = lambda rollout, at: at >= turn
+
+
+def all_wait(world: Any, turn: int) -> bool:
+    """Whether all siblings that were dispatched wait before this turn."""
+    ledger = world.controller.parts.ledger
+    running = [
+        rollout_id(group.group_id, sibling.generation_index)
+        for group in ledger.admitted()
+        for sibling in group.siblings
+        if sibling.status is AttemptStatus.DISPATCHED
+    ]
+    return bool(running) and all(len(ledger.staged(rollout)) == turn for rollout in running)
+
+
+async def begun(world: Any, turn: int = 2) -> None:
+    """A started run all of whose episodes stand before `turn`."""
+    world.boot()
+    stand_at(world, turn)
+    await world.restore(RestorePlan())
+    await world.settle(lambda: all_wait(world, turn))

@@ -8,9 +8,16 @@ import pytest
 
 from gpu_workers.controller.restorer import RestorePlan
 from gpu_workers.environments.ports import EpisodeId, EpisodeTask, Exported, Phase
-from storage.errors import BrokenInvariant, DatasetChanged, EnvironmentRefusal, InfrastructureFailure, RestoreRefused
-from storage.records import AttemptStatus, RecoveryLevel, SealedSibling, rollout_id
-from tests.controller.playing import Player, Tally, applied, tally_task
+from storage.errors import (
+    BrokenInvariant,
+    DatasetChanged,
+    EnvironmentRefusal,
+    InfrastructureFailure,
+    RestoreRefused,
+    StoreUnavailable,
+)
+from storage.records import RecoveryLevel, SealedSibling, rollout_id
+from tests.controller.playing import Player, Tally, all_wait, applied, begun, stand_at, tally_task
 
 
 @pytest.fixture
@@ -28,31 +35,6 @@ def players(make_world: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> 
         return world
 
     return make
-
-
-def stand_at(world: Any, turn: int) -> None:
-    """Hold every episode before this turn."""
-    world.generator.calls.held = lambda rollout, at: at >= turn
-
-
-def all_wait(world: Any, turn: int) -> bool:
-    """Whether all siblings that were dispatched wait before this turn."""
-    ledger = world.controller.parts.ledger
-    running = [
-        rollout_id(group.group_id, sibling.generation_index)
-        for group in ledger.admitted()
-        for sibling in group.siblings
-        if sibling.status is AttemptStatus.DISPATCHED
-    ]
-    return bool(running) and all(len(ledger.staged(rollout)) == turn for rollout in running)
-
-
-async def begun(world: Any, turn: int = 2) -> None:
-    """A started run all of whose episodes stand before `turn`."""
-    world.boot()
-    stand_at(world, turn)
-    await world.restore(RestorePlan())
-    await world.settle(lambda: all_wait(world, turn))
 
 
 async def whole(world: Any, steps: int = 3) -> dict[int, list[str]]:
@@ -213,6 +195,48 @@ async def test_scenario_72_an_environment_that_is_not_ready_fails_the_attempt_al
     control.prepare = original
     await world.snapshot(2)
     world.generator.calls.release()
+    await world.train(1, 1)
+
+
+async def test_an_attempt_that_failed_after_the_environment_was_open_again_is_retried_under_its_number(players):
+    world = players()
+    await begun(world)
+    world.store.fail("write", "/state/", StoreUnavailable("the disk is gone"))
+    with pytest.raises(StoreUnavailable):
+        await world.controller.attempt_snapshot(1)
+    bundle = await world.snapshot(1)
+    assert bundle.state.episodes
+    assert world.controller.parts.state.failure is None
+
+
+async def test_an_instance_that_says_nothing_fails_the_attempt_and_can_be_asked_again(players):
+    world = players(environment={"deadline_s": 0.05})
+    await begun(world)
+    control = world.generator.environments[0]
+    original = control.commit
+
+    async def silent(*_: Any) -> Any:
+        await asyncio.Event().wait()
+
+    control.commit = silent
+    with pytest.raises(InfrastructureFailure, match=r"did not answer within environment.deadline_s"):
+        await world.controller.attempt_snapshot(1)
+    control.commit = original
+    assert (await world.snapshot(1)).state.episodes
+
+
+async def test_a_closed_environment_is_not_asked_without_pause(players):
+    world = players()
+    world.boot()
+    for table in world.generator.tables:
+        table.hold()
+    await world.restore(RestorePlan())
+    await world.settle(lambda: len(world.trace.of("attempt_refused")) > 8)
+    asked = len(world.generator.orders)
+    await asyncio.sleep(0.04)
+    assert len(world.generator.orders) <= asked + len(world.controller.parts.ledger)
+    for table in world.generator.tables:
+        table.release()
     await world.train(1, 1)
 
 

@@ -70,6 +70,16 @@ class Slow(Counter):
         return super().step(state, action, rng)
 
 
+class SlowToOpen(Slow):
+    """A reset takes until `go` is set."""
+
+    name: ClassVar[str] = "slow_to_open"
+
+    def reset(self, task: Json, rng: np.random.Generator) -> Step:
+        assert self.go.wait(10)
+        return super().reset(task, rng)
+
+
 class Foreign(Counter):
     """Can't come back."""
 
@@ -77,7 +87,7 @@ class Foreign(Counter):
     mode: ClassVar[Mode] = Mode.RESTART_ONLY
 
 
-GAMES = {kind.name: kind for kind in (Counter, Slow, Foreign)}
+GAMES = {kind.name: kind for kind in (Counter, Slow, SlowToOpen, Foreign)}
 
 
 class Instance:
@@ -138,6 +148,19 @@ async def test_prepare_waits_for_a_turn_that_has_begun_or_opens_again(instance: 
     assert (await preparing).phase is Phase.PREPARED
     assert (await stepping).turn == 1
     await instance.control.resume("c2")
+
+
+async def test_prepare_waits_for_an_episode_that_is_being_opened_and_its_export_has_it(instance: Instance) -> None:
+    opening = asyncio.create_task(instance.open("slow_to_open"))
+    await asyncio.sleep(0)
+    preparing = asyncio.create_task(instance.control.prepare("c1", 1010))
+    await asyncio.sleep(0.02)
+    assert not preparing.done()
+    Slow.go.set()
+    await asyncio.gather(opening, preparing)
+    exported = await instance.control.commit("c1", 1010)
+    assert [episode.turn for episode in exported.episodes] == [0]
+    await instance.control.resume("c1")
 
 
 async def test_a_step_sent_twice_while_it_runs_is_applied_once(instance: Instance) -> None:
