@@ -37,6 +37,7 @@ bench: install ## the benchmarks, as tables (about 50 minutes; SHORT=1: about 20
 	@$(BIN)/python -m benchmarks.engine_start
 	@$(BIN)/python -m benchmarks.generation_throughput
 	@$(BIN)/python -m benchmarks.restore_to_dispatch $(if $(SHORT),--short)
+	@$(BIN)/python -m benchmarks.recovery_levels $(if $(SHORT),--kills 3)
 	@$(BIN)/python -m benchmarks.snapshot_interval $(if $(SHORT),--short)
 	@$(BIN)/python -m benchmarks.orchestration_cost $(if $(SHORT),--short)
 

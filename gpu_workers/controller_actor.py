@@ -19,6 +19,8 @@ from gpu_workers.controller.driver_lease import DriverLease
 from gpu_workers.controller.published_bundles import PublishedBundles
 from gpu_workers.controller.restorer import RestorePlan
 from gpu_workers.controller.single_controller import ControllerState, SingleController
+from gpu_workers.environments.ports import EnvironmentControl
+from gpu_workers.environments.served import control_of, served_instances
 from gpu_workers.environments.tasks import build_task
 from gpu_workers.generation.supervision import SupervisedGenerators
 from gpu_workers.narration import NarratedTrace
@@ -90,7 +92,7 @@ class ControllerActor:
         task, saving = build_task(config.data), (config.checkpointing, config.rollout_checkpointing)
         self._controller = SingleController(
             config,
-            environments=self._generators.environments if task.is_multi_turn else (),
+            environments=self._environments() if task.is_multi_turn else (),
             incarnation=incarnation,
             dataset=task,
             trainer=RayTrainer(trainers),
@@ -103,6 +105,16 @@ class ControllerActor:
         self._fence_watch = asyncio.create_task(self._watch_for_failure(), name="fence watch")
         self._leaving: asyncio.Task[dict[str, Any]] | None = None
         on_preemption(lambda: self._leave("preempted: SIGTERM"))
+
+    def _environments(self) -> list[EnvironmentControl]:
+        """Those inside the generators, or the servers that can save episodes."""
+        served = served_instances(self._config.environment.servers)
+        for instance in served:
+            if not instance.saves_episodes:
+                self._trace.record("environment_restart_only", instance=instance.name)
+        if not served:
+            return self._generators.environments
+        return [control_of(instance) for instance in served if instance.saves_episodes]
 
     def _claim(self, store: Store, layout: RunLayout, log: ManifestLog, after: int | None) -> None:
         """Show a sign of life, then claim: a claim without one counts as given up."""

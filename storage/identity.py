@@ -16,7 +16,7 @@ _USER_INFO = re.compile(r"(?<=://)[^/@\s]+@")
 _REDACTED = "<redacted>"
 
 # What may change between two processes of one run: where and how it operates, not what it computes.
-_OPERATIONAL_SECTIONS = frozenset({"name", "store", "cluster", "rollout_checkpointing", "checkpointing"})
+_OPERATIONAL_SECTIONS = frozenset({"name", "store", "cluster", "environment", "rollout_checkpointing", "checkpointing"})
 _OPERATIONAL_KEYS = frozenset(
     {
         "algorithm.max_steps",

@@ -80,6 +80,13 @@ class RolloutRecoveryConfig(Section):
 class EnvironmentConfig(Section):
     """Multi-turn environments, which data.task names."""
 
+    servers: tuple[str, ...] = Field(
+        (),
+        description="URLs of environment servers (gpu_workers.environments.http_server) that hold the episodes; empty: "
+        "the generators hold them. The bearer token is MIDFLIGHT_ENVIRONMENT_TOKEN, in the environment of flow "
+        "and workers.",
+    )
+
     deadline_s: PositiveFloat = Field(
         20.0, description="Deadline of each phase of an environment checkpoint: prepare, commit, restore."
     )

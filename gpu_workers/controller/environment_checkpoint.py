@@ -241,10 +241,11 @@ class InstancesCheckpoint:
     async def restore(self, episodes: Sequence[EpisodeRecord]) -> Mapping[str, EpisodeRecord]:
         """Each group goes to one instance: its own if that is there, else one by its place in the list."""
         await self.discard_restored()
+        left = await self._clear_left_over({episode.rollout_id for episode in episodes})
         if not episodes:
             return {}
         self._restores += 1
-        raised = [replace(episode, attempt=episode.attempt + self._restores - 1) for episode in episodes]
+        raised = [replace(e, attempt=max(e.attempt + self._restores - 1, left.get(e.rollout_id, 0))) for e in episodes]
         placed = self._place(raised)
         checkpoint = f"{self._incarnation}-restore-{self._restores}"
         self._restored = {instance: placed[instance] for instance in placed}
@@ -257,6 +258,25 @@ class InstancesCheckpoint:
             raise
         self._pins = {_group_of(e.rollout_id): name for name, taken in placed.items() for e in taken}
         return {episode.rollout_id: replace(episode, attempt=episode.attempt + 1) for episode in raised}
+
+    async def _clear_left_over(self, restored: set[str]) -> dict[str, int]:
+        """Stop what an earlier controller left in instances that outlived it; the newest attempt of each rollout."""
+        newest: dict[str, int] = {}
+        statuses = await self._all(lambda control: control.status())
+        for name in [status.instance for status in statuses if status.episodes]:
+            self._closings += 1
+            checkpoint, control = f"{self._incarnation}-clear-{self._closings}", self._instances[name]
+            try:
+                await self._answer(control.prepare(checkpoint, self._deadline()))
+                exported = await self._answer(control.commit(checkpoint, self._deadline()))
+                found = [*(EpisodeId(e.rollout_id, e.attempt) for e in exported.episodes), *exported.restarts]
+                await self._answer(control.retire(found))
+            finally:
+                await self._answer(control.resume(checkpoint))
+            for episode in found:
+                newest[episode.rollout_id] = max(episode.attempt, newest.get(episode.rollout_id, 0))
+            await self._answer(control.forget([e.rollout_id for e in found if e.rollout_id not in restored]))
+        return newest
 
     def _place(self, episodes: Iterable[EpisodeRecord]) -> dict[str, list[EpisodeRecord]]:
         names, placed = sorted(self._instances), dict[str, list[EpisodeRecord]]()

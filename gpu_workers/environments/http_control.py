@@ -38,9 +38,10 @@ Reply = TypeVar("Reply", bound=Message)
 class EnvironmentConnection:
     """Requests to one server. Make a new one when the server was started again: pooled connections died with it."""
 
-    def __init__(self, url: str, token: str | None = None, *, timeout_s: float = 30.0) -> None:
+    def __init__(self, url: str, token: str | None = None, *, timeout_s: float = 30.0, pooled: bool = True) -> None:
+        """Not `pooled`: each request has a connection of its own, so that restarts of the server don't matter."""
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64 if pooled else 0)
         # `trust_env`: a proxy for the internet is not the way to an environment.
         self._client = httpx.AsyncClient(base_url=url, headers=headers, limits=limits, trust_env=False)
         self._url = url
@@ -101,6 +102,10 @@ class HttpEnvironmentControl:
     def instance(self) -> str:
         """The name it was built with."""
         return self._instance
+
+    async def aclose(self) -> None:
+        """Give back its connections."""
+        await self._connection.aclose()
 
     async def supports_checkpoints(self) -> bool:
         """False for a server without these routes: its episodes are `restart_only`."""
@@ -176,6 +181,10 @@ class HttpEpisodes:
     def __init__(self, connection: EnvironmentConnection, *, step_timeout_s: float = 600.0) -> None:
         self._connection = connection
         self._step_timeout_s = step_timeout_s
+
+    async def aclose(self) -> None:
+        """Give back its connections."""
+        await self._connection.aclose()
 
     async def open(self, episode: EpisodeId, task: EpisodeTask) -> Boundary:
         """See `Episodes`."""

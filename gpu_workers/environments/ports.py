@@ -8,6 +8,7 @@ opens it again. One instance serves both and keeps one table of episodes.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -80,6 +81,14 @@ class Episodes(Protocol):
 
     async def close(self, episode: EpisodeId) -> None:
         """Forget an episode; unknown ones are ignored."""
+        ...
+
+
+class PlayedEpisodes(Episodes, Protocol):
+    """Episodes whose model calls are bounded too."""
+
+    def deadline(self, episode: EpisodeId) -> AbstractAsyncContextManager[None]:
+        """Ends its body with TimeoutError once the episode's time is used up."""
         ...
 
 

@@ -1,21 +1,20 @@
 """Runs one sibling of a multi-turn environment: model call, environment turn, and so on to the end of its episode.
 
-Each finished turn is reported at once, with its captured call, so that it is staged where a snapshot finds it. Nothing
-is awaited between an environment's turn and its report: an exported turn has always been reported.
+Each finished turn is reported at once, with its captured call, so that it is staged where a snapshot finds it.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from gpu_workers.controller.ports import Failure, GroupOrder, SiblingOrder, SiblingResult, TurnResult
 from gpu_workers.environments.environment_task import EnvironmentTask
-from gpu_workers.environments.episode_table import EpisodeTable
-from gpu_workers.environments.ports import Boundary, CallRef, EpisodeId, EpisodeTask
+from gpu_workers.environments.ports import Boundary, CallRef, EpisodeId, EpisodeTask, PlayedEpisodes
 from gpu_workers.generation.capture import Completion, staged_call
 from gpu_workers.generation.model_calls import ModelCalls
 from storage.canonical import canonical_json
-from storage.errors import EnvironmentRefusal, InfrastructureFailure, RolloutFailure
+from storage.errors import EnvironmentRefusal, InfrastructureFailure, MidflightError, RolloutFailure
 from storage.records import call_key, rollout_id
 from storage.run_config import RunConfig
 
@@ -26,16 +25,21 @@ _OF_THE_SYSTEM = frozenset({"unknown_episode", "stale_attempt", "turn_conflict"}
 
 
 class EpisodeRunner:
-    """Plays the episodes of one table with one engine."""
+    """Plays episodes with one engine."""
 
     def __init__(
-        self, config: RunConfig, calls: ModelCalls, task: EnvironmentTask, episodes: EpisodeTable, name: str
+        self,
+        config: RunConfig,
+        calls: ModelCalls,
+        task: EnvironmentTask,
+        episodes_of: Callable[[GroupOrder], PlayedEpisodes],
+        name: str,
     ) -> None:
-        """`name` is how errors call the generator."""
+        """`episodes_of` finds where a group's episodes are held; `name` is how errors call the generator."""
         self._config = config
         self._calls = calls
         self._task = task
-        self._episodes = episodes
+        self._episodes_of = episodes_of
         self._name = name
 
     async def run(self, order: GroupOrder, sibling: SiblingOrder, report: Report) -> SiblingResult:
@@ -44,8 +48,9 @@ class EpisodeRunner:
         Raises InfrastructureFailure when the engine is dead, which no other call would survive either.
         """
         episode = EpisodeId(rollout_id(order.group_id, sibling.generation_index), sibling.environment_attempt)
+        episodes = self._episodes_of(order)
         try:
-            return await self._play(episode, order, sibling, report)
+            return await self._play(episodes, episode, order, sibling, report)
         except RolloutFailure as error:
             if error.retryable and self._calls.engine_is_dead:
                 raise
@@ -53,12 +58,13 @@ class EpisodeRunner:
             failure = Failure(error.retryable or code in _OF_THE_SYSTEM, str(error), refused=code == _CLOSED)
             return SiblingResult(sibling.generation_index, sibling.attempt, failure=failure)
         finally:
-            await self._episodes.close(episode)
+            with suppress(MidflightError):  # an episode that can't be closed is retired or forgotten by the controller
+                await episodes.close(episode)
 
     async def _play(
-        self, episode: EpisodeId, order: GroupOrder, sibling: SiblingOrder, report: Report
+        self, episodes: PlayedEpisodes, episode: EpisodeId, order: GroupOrder, sibling: SiblingOrder, report: Report
     ) -> SiblingResult:
-        boundary = await self._episodes.open(episode, self._opening(order, sibling))
+        boundary = await episodes.open(episode, self._opening(order, sibling))
         if boundary.turn != sibling.turns:
             raise InfrastructureFailure(
                 f"{self._name}: episode {episode} stands at turn {boundary.turn}, but the controller holds "
@@ -67,10 +73,11 @@ class EpisodeRunner:
         history = sibling.history
         while self._goes_on(boundary, history):
             tokens = (*history, *self._task.observation_tokens(boundary.observation))
-            completion = await self._complete(episode, order, sibling, tokens, boundary.turn)
+            async with self._bounded(episodes, episode):
+                completion = await self._calls.complete(order, sibling, tokens, turn=boundary.turn)
             call = staged_call(order, sibling, completion, prompt=tokens, turn=boundary.turn)
             action, history = self._task.action_text(completion.token_ids), (*tokens, *completion.token_ids)
-            boundary = await self._episodes.step(
+            boundary = await episodes.step(
                 episode, boundary.turn, action, _reference(episode, sibling, boundary.turn, completion)
             )
             report(TurnResult(sibling.generation_index, sibling.attempt, call))
@@ -96,12 +103,11 @@ class EpisodeRunner:
             (*history, *self._task.observation_tokens(boundary.observation))
         )
 
-    async def _complete(
-        self, episode: EpisodeId, order: GroupOrder, sibling: SiblingOrder, tokens: tuple[int, ...], turn: int
-    ) -> Completion:
+    @asynccontextmanager
+    async def _bounded(self, episodes: PlayedEpisodes, episode: EpisodeId) -> AsyncIterator[None]:
         try:
-            async with self._episodes.deadline(episode):
-                return await self._calls.complete(order, sibling, tokens, turn=turn)
+            async with episodes.deadline(episode):
+                yield
         except TimeoutError as error:
             raise InfrastructureFailure(
                 f"{self._name}: episode {episode} was not finished within async_rl.rollout_timeout_s "

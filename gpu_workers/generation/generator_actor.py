@@ -6,7 +6,7 @@ A plain class. On a cluster it becomes an asynchronous Ray actor:
 """
 
 import os
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,9 @@ from gpu_workers.environments.control_plane import ControlPlane
 from gpu_workers.environments.environment_task import EnvironmentTask
 from gpu_workers.environments.episode_table import EpisodeTable
 from gpu_workers.environments.interface import Environment
+from gpu_workers.environments.ports import PlayedEpisodes
 from gpu_workers.environments.ray_control import answer_control
+from gpu_workers.environments.served import ServedEpisodes, served_instances
 from gpu_workers.environments.tasks import Task, build_task
 from gpu_workers.generation.engine import start_engine
 from gpu_workers.generation.engine_weights import EngineWeights
@@ -49,11 +51,21 @@ class GeneratorActor:
         self._control = ControlPlane(self._table, grace_s=config.environment.lease_grace_s)
         calls = ModelCalls(config, self._engine, self._name)
         self._siblings = SiblingRunner(config, calls, task, self._name)
-        self._episodes = (
-            EpisodeRunner(config, calls, task, self._table, self._name) if isinstance(task, EnvironmentTask) else None
-        )
+        self._episodes: EpisodeRunner | None = None
+        if isinstance(task, EnvironmentTask):
+            self._episodes = EpisodeRunner(config, calls, task, self._holders(), self._name)
         self._weights = EngineWeights(self._engine.llm, self._name)
         self._calls: RunningCalls[SiblingOrder, SiblingResult | TurnResult] = RunningCalls(_aborted)
+
+    def _holders(self) -> Callable[[GroupOrder], PlayedEpisodes]:
+        """Where a group's episodes are held: here, or by one of the environment servers."""
+        deadline_s = self._config.async_rl.rollout_timeout_s
+        found = served_instances(self._config.environment.servers)
+        served = {instance.name: ServedEpisodes(instance, deadline_s=deadline_s) for instance in found}
+        names = sorted(served)
+        if not names:
+            return lambda _order: self._table
+        return lambda order: served[order.instance or names[order.prompt.ref.prompt_id % len(names)]]
 
     async def ready(self) -> dict[str, Any]:
         """`pid`, `engine_pids`, `index` and the loaded weights' `version` (None: those of the model's folder)."""

@@ -5,7 +5,7 @@ Only the model is a stand-in, whose tokens are a function of who samples and whi
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,6 +53,10 @@ class Calls:
 
     def release(self) -> None:
         self.held = lambda rollout, turn: False
+        self.let_pass()
+
+    def let_pass(self) -> None:
+        """Let those that are held now go on."""
         self._released.set()
         self._released = asyncio.Event()
 
@@ -75,15 +79,28 @@ class Calls:
 class Player:
     """A generator of the real runner and the real table. `slow_to_submit` keeps orders on their way."""
 
-    def __init__(self, fake: Any, config: RunConfig, task: EnvironmentTask) -> None:
+    def __init__(
+        self,
+        fake: Any,
+        config: RunConfig,
+        task: EnvironmentTask,
+        holders: Mapping[str, Any] | None = None,
+        environments: Sequence[Any] = (),
+    ) -> None:
+        """Two tables of its own hold the episodes, unless others do (`holders`, by the names of `environments`)."""
         self.fake = fake
         self.calls = Calls(self)
         self.tables = [EpisodeTable(f"generator-{n}", lambda name: task.environment) for n in range(2)]
-        self.environments: list[Any] = [ControlPlane(table) for table in self.tables]
-        runners = [EpisodeRunner(config, self.calls, task, table, table.instance) for table in self.tables]  # type: ignore[arg-type]
-        self.runners = {table.instance: runner for table, runner in zip(self.tables, runners, strict=True)}
+        self.environments: list[Any] = list(environments) or [ControlPlane(table) for table in self.tables]
+        held = holders or {table.instance: table for table in self.tables}
+        self.names = sorted(held)
+        self.runner = EpisodeRunner(config, self.calls, task, lambda order: held[self.home_of(order)], "player")  # type: ignore[arg-type]
+        self.playing: list[asyncio.Task[None]] = []
         self.on_the_way: asyncio.Event | None = None
         self.orders: list[GroupOrder] = []
+
+    def home_of(self, order: GroupOrder) -> str:
+        return order.instance or self.names[order.prompt.ref.prompt_id % 2]
 
     @property
     def version(self) -> int:
@@ -94,12 +111,12 @@ class Player:
             await self.on_the_way.wait()
         self.orders.append(order)
         answers: asyncio.Queue[Any] = asyncio.Queue()
-        runner = self.runners[order.instance or f"generator-{order.prompt.ref.prompt_id % 2}"]
 
         async def play(sibling: SiblingOrder) -> None:
-            answers.put_nowait(await runner.run(order, sibling, answers.put_nowait))
+            answers.put_nowait(await self.runner.run(order, sibling, answers.put_nowait))
 
         tasks = [asyncio.create_task(play(sibling)) for sibling in order.siblings]
+        self.playing += tasks
         left = len(tasks)
         try:
             while left:

@@ -1,0 +1,165 @@
+"""Episodes held by real HTTP servers, which outlive a controller or die under it."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import pytest
+
+from gpu_workers.environments.environment_task import EnvironmentTask
+from gpu_workers.environments.http_messages import TOKEN_VARIABLE
+from gpu_workers.environments.served import ServedEpisodes, control_of, served_instances
+from storage.errors import ConfigurationError, InfrastructureFailure
+from storage.run_config import DataConfig
+from tests.controller.playing import Player, all_wait, begun, stand_at
+
+TOKEN = "a-token-of-the-test"
+
+
+class Server:
+    """`python -m gpu_workers.environments.http_server`, which can be killed and started again on its port."""
+
+    def __init__(self, instance: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._instance = instance
+        self.start()
+
+    def start(self) -> None:
+        program = ["-m", "gpu_workers.environments.http_server", "--port", str(self.port), "--instance", self._instance]
+        self.process = subprocess.Popen([sys.executable, *program], env=os.environ | {TOKEN_VARIABLE: TOKEN})
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                served_instances([self.url])
+                return
+            except ConfigurationError:
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+
+    def kill(self) -> None:
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture
+def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Server]]:
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    started = [Server("games-0"), Server("games-1")]
+    yield started
+    for server in started:
+        server.kill()
+
+
+@pytest.fixture
+async def served(make_world: Callable[..., Any], servers: list[Server]) -> AsyncIterator[Callable[..., Any]]:
+    """Worlds whose rollouts are episodes of `running_sum` on the servers."""
+    players: list[Player] = []
+    clients: list[Any] = []
+
+    def make(**sections: Any) -> Any:
+        task = EnvironmentTask(DataConfig(task="running_sum?turns=4", num_prompts=40))
+        world = make_world(dataset=task, **{"rollout_recovery": {"target_level": "turn"}, **sections})
+        new_fake = world.new_generator
+        found = served_instances([server.url for server in servers])
+
+        def new_player() -> Player:
+            holders = {instance.name: ServedEpisodes(instance, deadline_s=30) for instance in found}
+            controls = [control_of(instance) for instance in found]
+            clients.extend([*holders.values(), *controls])
+            players.append(Player(new_fake(), world.config, task, holders, controls))
+            return players[-1]
+
+        world.new_generator = new_player
+        return world
+
+    yield make
+    playing = [task for player in players for task in player.playing]
+    for task in playing:
+        task.cancel()
+    await asyncio.gather(*playing, return_exceptions=True)
+    for client in clients:
+        await client.aclose()
+
+
+def trained_rows(world: Any) -> dict[int, str]:
+    return {step: event["rollouts_sha256"] for step, event in world.committed().items()}
+
+
+async def uninterrupted(world: Any) -> dict[int, str]:
+    await world.start()
+    await world.train(1, 2)
+    await world.kill()
+    return trained_rows(world)
+
+
+async def test_servers_that_outlive_the_controller_go_on_from_the_snapshot_and_forget_what_came_after(served):
+    expected = await uninterrupted(served())
+    world = served()
+    await begun(world)
+    bundle = await world.snapshot(1)
+    assert {episode.instance for episode in bundle.state.episodes} == {"games-0", "games-1"}
+    stand_at(world, 3)
+    world.generator.calls.let_pass()
+    await world.settle(lambda: all_wait(world, 3))  # a turn more, which no snapshot has
+    await world.kill()
+    await world.start()
+    await world.train(1, 2)
+    assert trained_rows(world) == expected
+    resumed = world.trace.of("attempt_resumed")
+    assert {(event["turns"], event["attempt"], event["environment_attempt"]) for event in resumed} == {(2, 0, 1)}
+    assert len(resumed) == len(bundle.state.episodes)
+    assert not world.audit().problems
+
+
+async def test_servers_killed_with_the_controller_are_given_their_episodes_again(served, servers):
+    expected = await uninterrupted(served())
+    world = served()
+    await begun(world)
+    bundle = await world.snapshot(1)
+    await world.kill()
+    for server in servers:
+        server.kill()
+        server.start()
+    await world.start()
+    await world.train(1, 2)
+    assert trained_rows(world) == expected
+    assert len(world.trace.of("attempt_resumed")) == len(bundle.state.episodes)
+
+
+async def test_a_server_killed_under_a_run_costs_the_attempts_that_it_held_and_nothing_else(served, servers):
+    expected = await uninterrupted(served())
+    world = served(async_rl={"max_infrastructure_failures": 20, "retry_backoff_s": 0.05, "retry_backoff_max_s": 0.2})
+    await begun(world)
+    servers[0].kill()
+    with pytest.raises(InfrastructureFailure, match="see whether the environment's server lives"):
+        await world.controller.attempt_snapshot(1)
+    assert world.controller.parts.state.failure is None
+    servers[0].start()
+    world.generator.calls.release()
+    await world.train(1, 2)
+    assert trained_rows(world) == expected
+    lost = world.trace.of("attempt_abandoned")
+    assert {int(event["rollout_id"].split("_")[0].rpartition("-p")[2]) % 2 for event in lost} == {0}
+    assert (await world.snapshot(2, force=True)).state is not None
+
+
+def test_a_server_that_is_away_refuses_the_token_or_shares_a_name_is_named_before_anything_starts(servers, monkeypatch):
+    with pytest.raises(
+        ConfigurationError, match=r"environment.servers names 'http://127.0.0.1:9', which can't be reached"
+    ):
+        served_instances(["http://127.0.0.1:9"])
+    with pytest.raises(ConfigurationError, match="all call themselves 'games-0'; start each with an --instance"):
+        served_instances([servers[0].url, servers[0].url])
+    monkeypatch.setenv(TOKEN_VARIABLE, "another")
+    with pytest.raises(ConfigurationError, match="refuses the token; set MIDFLIGHT_ENVIRONMENT_TOKEN") as caught:
+        served_instances([servers[0].url])
+    assert "another" not in str(caught.value)
