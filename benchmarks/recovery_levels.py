@@ -207,7 +207,7 @@ class Life:
 
 
 async def cost_of_a_kill(level: str, seed: int, settings: Mapping[str, Any]) -> tuple[float, float, list[float]]:
-    """Tokens sampled of unfinished groups at the kill, how many of them were sampled again; pauses of the environment."""
+    """Tokens sampled of unfinished groups at the kill, how many of them again afterwards; pauses of the environment."""
     config = RunConfig.model_validate({**settings, "rollout_recovery": {"target_level": level}})
     with tempfile.TemporaryDirectory() as folder:
         first = Life(config, folder, 1)
