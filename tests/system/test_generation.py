@@ -18,6 +18,7 @@ from gpu_workers.controller.ports import GroupOrder, SiblingOrder, SiblingResult
 from gpu_workers.environments.tasks import Task, build_task
 from gpu_workers.generation.engine import Engine, start_engine
 from gpu_workers.generation.engine_weights import EngineWeights
+from gpu_workers.generation.model_calls import ModelCalls
 from gpu_workers.generation.runtime_env import generator_env
 from gpu_workers.generation.sampling import CounterSampling, sampling_settings
 from gpu_workers.generation.sibling_runner import SiblingRunner
@@ -55,7 +56,8 @@ class Generation:
             update={"generation": self.config.generation.model_copy(update=generation)},
         )
         sampling = CounterSampling(sampling_settings(config, self.task.stop_token_ids))
-        return SiblingRunner(config, replace(self.engine, sampling=sampling), self.task, "generator 0")
+        calls = ModelCalls(config, replace(self.engine, sampling=sampling), "generator 0")
+        return SiblingRunner(config, calls, self.task, "generator 0")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
