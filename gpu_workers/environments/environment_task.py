@@ -7,9 +7,10 @@ from urllib.parse import parse_qsl
 
 import numpy as np
 
+from gpu_workers.environments.character_task import CharacterTask
 from gpu_workers.environments.interface import Environment, Json, Step, reset_rng, turn_rng
 from gpu_workers.environments.registry import find_environment
-from gpu_workers.models.tokenizer import END_TOKEN_ID, CharTokenizer
+from gpu_workers.models.tokenizer import END_TOKEN_ID
 from storage.canonical import canonical_json
 from storage.errors import ConfigurationError, DataFailure
 from storage.run_config import DataConfig
@@ -18,18 +19,19 @@ from storage.run_config import DataConfig
 _CONTEXT_NOISE = 0.25
 
 
-class EnvironmentTask:
+class EnvironmentTask(CharacterTask):
     """`data.task` names the environment; `name?turns=6` gives every game of it the task {"turns": 6}.
 
     A conversation: the observation's tokens, the action's with an end token, the next observation's, and so on.
     """
 
+    is_multi_turn = True
+
     def __init__(self, data: DataConfig) -> None:
         name, _, query = data.task.partition("?")
-        self._data = data
+        super().__init__(data)
         self._environment = find_environment(name)
         self._fields = _fields(data.task, query)
-        self._tokenizer = CharTokenizer()
         self._check()
 
     @property
@@ -37,28 +39,9 @@ class EnvironmentTask:
         """The environment whose games these are."""
         return self._environment
 
-    @property
-    def is_multi_turn(self) -> bool:
-        """Always."""
-        return True
-
-    @property
-    def vocab_size(self) -> int:
-        """Size of the character vocabulary."""
-        return self._tokenizer.vocab_size
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """The end token: it ends an action."""
-        return (END_TOKEN_ID,)
-
-    def __len__(self) -> int:
-        return self._data.num_prompts
-
     def prompt(self, ordinal: int) -> tuple[tuple[int, ...], str]:
         """The first observation of game `ordinal`; the JSON has `environment`, `version`, `seed` and `task`."""
-        if not 0 <= ordinal < len(self):
-            raise IndexError(f"{self._data.task} has prompts 0 to {len(self) - 1} (data.num_prompts), not {ordinal}")
+        self._require(ordinal)
         seed = self._seed("prompt", ordinal)
         task = {
             "environment": self._environment.name,

@@ -8,6 +8,7 @@ import argparse
 import hmac
 import ipaddress
 import os
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import uvicorn
@@ -39,8 +40,9 @@ from gpu_workers.environments.http_messages import (
     StepBody,
     TimedBody,
 )
+from gpu_workers.environments.interface import Environment
 from gpu_workers.environments.ports import EnvironmentControl, Episodes
-from gpu_workers.environments.registry import find_environment
+from gpu_workers.environments.registry import find_environment, registered_environment
 from storage.errors import ConfigurationError, DataFailure, EnvironmentRefusal, RolloutFailure
 
 _STATUS = {
@@ -149,6 +151,15 @@ def _reply(status: int, code: str, message: str) -> JSONResponse:
     return JSONResponse(ErrorReply(error=ErrorBody(code=code, message=message)).model_dump(), status)
 
 
+def served_environments(paths: Sequence[str]) -> Callable[[str], Environment]:
+    """The lookup of a server: registered names, and the environments at these import paths by their own names.
+
+    Raises ConfigurationError for a path that can't be imported.
+    """
+    own = {environment.name: environment for environment in map(find_environment, paths)}
+    return lambda name: own[name] if name in own else registered_environment(name)
+
+
 def token_for(host: str, *, without_token: bool) -> str | None:
     """The token to ask for. ConfigurationError: none is set, and this isn't a loopback that may go without."""
     token = os.environ.get(TOKEN_VARIABLE, "")
@@ -176,9 +187,10 @@ def main() -> None:
     parser.add_argument("--instance", default="environment-0")
     parser.add_argument("--grace-s", type=float, default=10.0)
     parser.add_argument("--without-token", action="store_true")
+    parser.add_argument("--environment", action="append", default=[], help="also serve this package.module:Class")
     options = parser.parse_args()
     token = token_for(options.host, without_token=options.without_token)
-    table = EpisodeTable(options.instance, find_environment)
+    table = EpisodeTable(options.instance, served_environments(options.environment))
     app = build_app(ControlPlane(table, grace_s=options.grace_s), table, token)
     uvicorn.run(app, host=options.host, port=options.port, log_level="warning")
 

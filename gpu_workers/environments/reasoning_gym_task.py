@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
+from gpu_workers.environments.character_task import CharacterTask
 from gpu_workers.environments.plain_text import plain_text
 from gpu_workers.models.tokenizer import END_TOKEN_ID, CharTokenizer
 from storage.canonical import canonical_json
@@ -21,7 +22,7 @@ _WARM_START_SIZE = 2**20
 _DIGITS, _LETTERS = "0123456789", "abcdefghijklmnopqrstuvwxyz"
 
 
-class ReasoningGymTask:
+class ReasoningGymTask(CharacterTask):
     """Reward 1 for an answer to which the dataset itself gives 1, else 0: its partial credit pays for rambling."""
 
     def __init__(self, data: DataConfig) -> None:
@@ -31,28 +32,9 @@ class ReasoningGymTask:
         self._dataset = self._made("prompt", data.num_prompts)
         self._warm_start = self._made("warm start", _WARM_START_SIZE)
 
-    @property
-    def is_multi_turn(self) -> bool:
-        """Never."""
-        return False
-
-    @property
-    def vocab_size(self) -> int:
-        """Size of the character vocabulary."""
-        return self._tokenizer.vocab_size
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """The end token."""
-        return (END_TOKEN_ID,)
-
-    def __len__(self) -> int:
-        return self._data.num_prompts
-
     def prompt(self, ordinal: int) -> tuple[tuple[int, ...], str]:
         """The question, then `>`."""
-        if not 0 <= ordinal < len(self):
-            raise IndexError(f"{self._data.task} has prompts 0 to {len(self) - 1} (data.num_prompts), not {ordinal}")
+        self._require(ordinal)
         entry = self._dataset[ordinal]
         task = {"task": self._data.task, "ordinal": ordinal, "answer": str(entry["answer"])}
         return self._question(entry), canonical_json(task).decode()

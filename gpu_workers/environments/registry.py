@@ -41,6 +41,16 @@ def find_environment(name: str) -> Environment:
     return _instance(name, registered=None)
 
 
+def registered_environment(name: str) -> Environment:
+    """A new instance of a registered environment: for names from the network, which never import anything else.
+
+    Raises ConfigurationError for every other name, an import path included.
+    """
+    if name not in _registered():
+        raise ConfigurationError(f"environment {name!r} is not registered; use one of {environment_names()}")
+    return find_environment(name)
+
+
 def _registered() -> dict[str, str]:
     """Import paths by name."""
     found = dict(_BUILT_IN)

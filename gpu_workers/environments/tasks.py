@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Protocol
 
+from gpu_workers.environments.character_task import CharacterTask
 from gpu_workers.environments.environment_task import EnvironmentTask
 from gpu_workers.environments.reasoning_gym_task import PREFIX, ReasoningGymTask
 from gpu_workers.environments.registry import environment_names
-from gpu_workers.models.tokenizer import END_TOKEN_ID, CharTokenizer
+from gpu_workers.models.tokenizer import END_TOKEN_ID
 from storage.errors import ConfigurationError
 from storage.run_config import DataConfig
 
@@ -64,7 +65,7 @@ class Task(Protocol):
         ...
 
 
-class Sort8:
+class Sort8(CharacterTask):
     """Eight letters, to be answered in alphabetical order: `hgaecbdf>` -> `abcdefgh`.
 
     Reward: 0.5 for the exact answer plus 0.5 times the share of positions that are right.
@@ -74,32 +75,9 @@ class Sort8:
     _LETTERS = "abcdefghijklmnopqrstuvwxyz"
     _VERSION = 1
 
-    def __init__(self, data: DataConfig) -> None:
-        self._data = data
-        self._tokenizer = CharTokenizer()
-
-    @property
-    def is_multi_turn(self) -> bool:
-        """Never."""
-        return False
-
-    @property
-    def vocab_size(self) -> int:
-        """Size of the character vocabulary."""
-        return self._tokenizer.vocab_size
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """The end token."""
-        return (END_TOKEN_ID,)
-
-    def __len__(self) -> int:
-        return self._data.num_prompts
-
     def prompt(self, ordinal: int) -> tuple[tuple[int, ...], str]:
         """The letters in their given order, then `>`."""
-        if not 0 <= ordinal < len(self):
-            raise IndexError(f"sort8 has prompts 0 to {len(self) - 1} (data.num_prompts), not {ordinal}")
+        self._require(ordinal)
         letters = self._letters("prompt", ordinal)
         return self._tokenizer.encode(letters + ">"), json.dumps({"letters": letters, "task": "sort8"})
 

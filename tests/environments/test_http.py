@@ -16,7 +16,7 @@ from gpu_workers.environments.control_plane import ControlPlane
 from gpu_workers.environments.episode_table import EpisodeTable
 from gpu_workers.environments.http_control import EnvironmentConnection, HttpEnvironmentControl, HttpEpisodes
 from gpu_workers.environments.http_messages import CONTROL, TOKEN_VARIABLE
-from gpu_workers.environments.http_server import build_app, token_for
+from gpu_workers.environments.http_server import build_app, served_environments, token_for
 from gpu_workers.environments.ports import EpisodeId, EpisodeTask
 from gpu_workers.environments.registry import find_environment
 from storage.errors import BrokenInvariant, ConfigurationError, EnvironmentRefusal, InfrastructureFailure
@@ -60,6 +60,21 @@ def test_only_the_loopback_may_be_served_without_a_token(monkeypatch: pytest.Mon
     for host, without in (("127.0.0.1", False), ("0.0.0.0", True)):
         with pytest.raises(ConfigurationError, match=TOKEN_VARIABLE):
             token_for(host, without_token=without)
+
+
+async def test_a_name_from_the_network_imports_nothing_and_given_paths_are_served_by_their_names() -> None:
+    table = EpisodeTable("games", served_environments(["gpu_workers.environments.games.guess_letter:GuessLetter"]))
+    transport = httpx.ASGITransport(build_app(ControlPlane(table), table, None))
+    sys.modules.pop("antigravity", None)
+    opened = {}
+    async with httpx.AsyncClient(transport=transport, base_url="http://games") as client:
+        for name in ("antigravity:fly", "guess15x4"):
+            task = {"environment": name, "task_json": "{}", "seed": 1, "generation_index": 0, "deadline_s": 9}
+            body = {"episode": {"rollout_id": "e0-p0_g0", "attempt": 0}, "task": task}
+            opened[name] = await client.post("/v1/episodes/open", json=body)
+    assert opened["antigravity:fly"].json()["error"]["code"] == "unknown_environment"
+    assert "antigravity" not in sys.modules
+    assert opened["guess15x4"].status_code == 200
 
 
 async def _answering(status: str, body: str) -> asyncio.Server:
