@@ -53,6 +53,10 @@ class NumberedPrompts:
         """Its number, and no task."""
         return (ordinal,), "{}"
 
+    def agent(self, _ordinal: int) -> str:
+        """Nobody."""
+        return ""
+
     def fingerprint(self) -> str:
         """Always the same."""
         return "f" * 64

@@ -101,6 +101,10 @@ def _name(annotation: Any) -> str:
         return " or ".join(f"`{member.value}`" for member in annotation)
     if annotation is type(None):
         return "null"
+    if get_origin(annotation) is dict:
+        return f"map of {_name(arguments[0])} to {_name(arguments[1])}"
+    if get_origin(annotation) is tuple and arguments[-1] is Ellipsis:
+        return f"list of {_name(arguments[0])}"
     if get_origin(annotation) is tuple:
         return f"list of {len(arguments)} numbers"
     if hasattr(annotation, "__metadata__"):

@@ -8,6 +8,7 @@ from pathlib import Path
 from flows.home import Home
 from flows.service_state import read_state
 from gpu_workers.controller.samplers.build import build_sampler
+from gpu_workers.environments.agents import require_agents
 from gpu_workers.environments.tasks import build_task
 from storage.catalog import live_bundles
 from storage.errors import ConfigurationError, DatasetChanged, RunAlreadyLive
@@ -21,7 +22,7 @@ from storage.run_config import DataConfig, RunConfig
 
 def check(config: RunConfig) -> None:
     """Task, sampler, model and store. Raises ConfigurationError, StoreUnsuitable."""
-    build_task(config.data)
+    require_agents(config, build_task(config.data))
     build_sampler(config)
     model = config.policy.model
     if model != "tiny" and not (Path(model).expanduser() / "config.json").is_file():

@@ -21,7 +21,7 @@ from gpu_workers.controller.restorer import RestorePlan
 from gpu_workers.controller.single_controller import ControllerState, SingleController
 from gpu_workers.environments.ports import EnvironmentControl
 from gpu_workers.environments.served import control_of, served_instances
-from gpu_workers.environments.tasks import build_task
+from gpu_workers.environments.tasks import Task, build_task
 from gpu_workers.generation.supervision import SupervisedGenerators
 from gpu_workers.narration import NarratedTrace
 from gpu_workers.preemption import on_preemption
@@ -92,7 +92,7 @@ class ControllerActor:
         task, saving = build_task(config.data), (config.checkpointing, config.rollout_checkpointing)
         self._controller = SingleController(
             config,
-            environments=self._environments() if task.is_multi_turn else (),
+            environments=self._environments(task),
             incarnation=incarnation,
             dataset=task,
             trainer=RayTrainer(trainers),
@@ -106,8 +106,12 @@ class ControllerActor:
         self._leaving: asyncio.Task[dict[str, Any]] | None = None
         on_preemption(lambda: self._leave("preempted: SIGTERM"))
 
-    def _environments(self) -> list[EnvironmentControl]:
-        """Those inside the generators, or the servers that can save episodes."""
+    def _environments(self, task: Task) -> list[EnvironmentControl]:
+        """Those inside the generators, or the servers that can save episodes. A Gym's `/run` saves none."""
+        if not task.is_multi_turn:
+            for agent in sorted(task.agents):
+                self._trace.record("environment_restart_only", instance=agent)
+            return []
         served = served_instances(self._config.environment.servers)
         for instance in served:
             if not instance.saves_episodes:

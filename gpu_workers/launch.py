@@ -13,7 +13,9 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
 from gpu_workers.controller.samplers.build import build_sampler
 from gpu_workers.controller_actor import ControllerActor
+from gpu_workers.environments.agents import require_agents, require_reachable
 from gpu_workers.environments.served import served_instances
+from gpu_workers.environments.tasks import build_task
 from gpu_workers.launch_lock import launch_lock
 from gpu_workers.preemption import preemption_env
 from gpu_workers.ray_generators import RayGeneratorHost
@@ -46,12 +48,15 @@ def launch_runtime(
     """Start generators and trainer ranks, wait until they are ready, then start the controller, empty.
 
     What an earlier incarnation left behind is ended first. If any part fails to start, all of it is ended again.
-    Raises, before anything is started: `ConfigurationError` when the sampler can't be built or an
-    environment server can't be reached; `RunAlreadyLive` when the
-    run has a living controller here, or somebody else is starting one; unless `take_over`, also when one elsewhere
-    holds the run in the store (see `storage.ownership`) or one here does not answer.
+    Raises, before anything is started: `ConfigurationError` when the sampler can't be built or an environment server or
+    a Gym's agent can't be reached; `RunAlreadyLive` when the run has a living controller here, or somebody else is
+    starting one; unless `take_over`, also when one elsewhere holds the run in the store (see `storage.ownership`) or
+    one here does not answer.
     """
     build_sampler(config)
+    task = build_task(config.data)
+    require_agents(config, task)
+    require_reachable(config, task)
     served_instances(config.environment.servers)
     with launch_lock(config.name, launcher):
         _refuse_living(config.name, spare_silent=not take_over)

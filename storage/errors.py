@@ -122,6 +122,10 @@ class InfrastructureFailure(RolloutFailure):
     mended_by_resume = True
 
 
+class EnvironmentUnreachable(InfrastructureFailure):
+    """Nobody listens where an environment should be: its process is gone, and with it what it held."""
+
+
 class WorkerDied(InfrastructureFailure):
     """The worker that ran it died: its engine or its actor."""
 

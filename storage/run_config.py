@@ -75,6 +75,19 @@ class RolloutRecoveryConfig(Section):
         description="'prompt_group': nothing of unfinished groups; 'sibling': sealed siblings; 'turn': also the "
         "finished turns of running episodes of a multi-turn environment.",
     )
+    per_task: dict[str, RecoveryLevel] = Field(
+        {}, description="Other levels for tasks: data.task, without what follows a '?', to a level."
+    )
+    per_agent: dict[str, RecoveryLevel] = Field(
+        {},
+        description="Other levels for agents, which precede per_task: the environment's name, or the name in a Gym "
+        "row's agent_ref, to a level.",
+    )
+
+    def level_of(self, task: str, agent: str) -> RecoveryLevel:
+        """The level of a group that is reserved now: of its agent, else of its task (`data.task`), else the usual."""
+        usual = self.per_task.get(task.partition("?")[0], self.target_level)
+        return self.per_agent.get(agent, usual)
 
 
 class EnvironmentConfig(Section):
@@ -86,7 +99,17 @@ class EnvironmentConfig(Section):
         "the generators hold them. The bearer token is MIDFLIGHT_ENVIRONMENT_TOKEN, in the environment of flow "
         "and workers.",
     )
-
+    gym_agents: dict[str, str] = Field(
+        {},
+        description="URLs of the agents or environment servers of a NeMo Gym, by the names that the rows of "
+        "data.task 'gym:<file>' give them; their /run plays whole rollouts. The same bearer token.",
+    )
+    gym_model_host: str = Field(
+        "127.0.0.1", description="Where the generator answers a Gym's model calls; not loopback: only with a token."
+    )
+    gym_model_port: Annotated[int, Field(ge=1, le=65535)] = Field(
+        8901, description="Its port: http://<host>:<port>/v1 is the base URL for the Gym's model server."
+    )
     deadline_s: PositiveFloat = Field(
         20.0, description="Deadline of each phase of an environment checkpoint: prepare, commit, restore."
     )

@@ -18,7 +18,8 @@ import pyarrow as pa
 from gpu_workers.controller.barrier import DataPlaneBarrier
 from gpu_workers.controller.bundle_publisher import BundlePublisher, Captured
 from gpu_workers.controller.counted_trace import CountedTrace
-from gpu_workers.controller.environment_checkpoint import EnvironmentSnapshot, NoEnvironmentCheckpoint
+from gpu_workers.controller.environment_checkpoint import NoEnvironmentCheckpoint
+from gpu_workers.controller.environment_snapshot import EnvironmentSnapshot
 from gpu_workers.controller.parts import RolloutParts, RolloutRuntimeState
 from gpu_workers.controller.ports import GroupOrder, SiblingResult, StepResult, WeightsRef
 from gpu_workers.controller.prompt_source import Dataset, PromptSource

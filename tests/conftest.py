@@ -254,6 +254,9 @@ class FakeDataset:
         salt = 7 if ordinal in self._changed else 0
         return (1, 2, ordinal % 50 + salt), json.dumps({"ordinal": ordinal})
 
+    def agent(self, ordinal: int) -> str:
+        return f"agent-{ordinal % 2}"
+
     def fingerprint(self) -> str:
         prompts = [self.prompt(ordinal) for ordinal in range(self._size)]
         return hashlib.sha256(json.dumps(prompts).encode()).hexdigest()

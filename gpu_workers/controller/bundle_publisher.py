@@ -9,11 +9,12 @@ and rows; everything slow happens after it, off the event loop.
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar
 
 from gpu_workers.controller.barrier import Cut
-from gpu_workers.controller.environment_checkpoint import EnvironmentSnapshot
+from gpu_workers.controller.environment_snapshot import EnvironmentSnapshot
+from gpu_workers.controller.owed import without_rows
 from gpu_workers.controller.parts import RolloutParts
 from storage.errors import MidflightError
 from storage.manifests import Anchor, FileEntry, Manifest
@@ -204,7 +205,14 @@ class BundlePublisher:
             config=self._parts.config,
             dataset_fingerprint=self._fingerprint,
         )
-        return await _to_its_end(asyncio.to_thread(self._bundles.publish, bundle))
+        return await _to_its_end(asyncio.to_thread(self._publish_blocking, bundle))
+
+    def _publish_blocking(self, bundle: CapturedBundle) -> Manifest:
+        """With `checkpointing.save_data_plane` off, a trainer checkpoint owes groups again instead of holding rows."""
+        if bundle.kind == "trainer_checkpoint" and not self._parts.config.checkpointing.save_data_plane:
+            state = without_rows(bundle.state, bundle.rows, self._parts.level_of)
+            bundle = replace(bundle, state=state, rows={row_id: bundle.rows[row_id] for row_id in state.row_ids()})
+        return self._bundles.publish(bundle)
 
 
 async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:

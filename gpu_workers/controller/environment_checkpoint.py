@@ -8,79 +8,30 @@ Giving up is always safe: an instance that hears nothing opens itself again when
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-from gpu_workers.controller.barrier import Cut
-from gpu_workers.controller.parts import RolloutRuntimeState
+from gpu_workers.controller.environment_snapshot import EnvironmentSnapshot, group_of
+from gpu_workers.controller.parts import RolloutParts, RolloutRuntimeState
 from gpu_workers.controller.ports import Trace
 from gpu_workers.controller.recovery_ledger import RecoveryLedger
 from gpu_workers.controller.rollout_deadlines import RolloutDeadlines
-from gpu_workers.environments.ports import EnvironmentControl, EpisodeId, Exported
-from storage.errors import BrokenInvariant, InfrastructureFailure, MidflightError, RestoreRefused
-from storage.records import AttemptStatus, EpisodeRecord, LedgerGroup, RecoveryLevel, Sibling, rollout_id
+from gpu_workers.environments.ports import EnvironmentControl, EpisodeId
+from storage.errors import (
+    BrokenInvariant,
+    EnvironmentUnreachable,
+    InfrastructureFailure,
+    MidflightError,
+    RestoreRefused,
+)
+from storage.records import EpisodeRecord, RecoveryLevel
 
-_RUNNING = (AttemptStatus.DISPATCHED, AttemptStatus.RESUMED)
 _DRAIN_TURN_S = 0.005
 _SLACK_S = 1.0
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class EnvironmentSnapshot:
-    """What the instances exported, while they are closed."""
-
-    exported: tuple[Exported, ...]
-
-    @property
-    def episodes(self) -> tuple[EpisodeRecord, ...]:
-        """Every exported episode, by rollout."""
-        found = [episode for export in self.exported for episode in export.episodes]
-        return tuple(sorted(found, key=lambda episode: episode.rollout_id))
-
-    def missing_calls(self, ledger: RecoveryLedger) -> list[str]:
-        """Calls of exported turns that have not arrived yet, of siblings that still run."""
-        missing = []
-        for episode in self.episodes:
-            found = _sibling_of(ledger, episode.rollout_id)
-            if found is not None and found[1].status in _RUNNING and found[1].environment_attempt == episode.attempt:
-                staged = {turn.key for turn in ledger.staged(episode.rollout_id)}
-                missing += [key for key in episode.calls if key not in staged]
-        return missing
-
-    def check_against_cut(
-        self, cut: Cut, ledger: RecoveryLedger, *, is_gone: Callable[[str], bool]
-    ) -> tuple[EpisodeRecord, ...]:
-        """The episodes that belong to the cut. One whose completion has arrived meanwhile is the ledger's; one of an
-        abandoned attempt, or of a group that has left the ledger (`is_gone`), is on its way to be stopped.
-
-        Raises BrokenInvariant when an episode is of an attempt that was never dispatched, is exported by two instances,
-        or includes calls that are not those staged for it.
-        """
-        cut.require_live()
-        exporters = Counter(episode.rollout_id for episode in self.episodes)
-        kept = []
-        for episode in self.episodes:
-            if exporters[episode.rollout_id] > 1:
-                raise BrokenInvariant(
-                    f"episode of {episode.rollout_id} is exported {exporters[episode.rollout_id]} times"
-                )
-            found = _sibling_of(ledger, episode.rollout_id)
-            if found is None:
-                if is_gone(_group_of(episode.rollout_id)):
-                    continue
-                raise BrokenInvariant(f"{episode.instance} exports episode {episode.row_key}, which no group owes")
-            group, sibling = found
-            abandoned = episode.attempt < sibling.environment_attempt
-            if sibling.sealed is not None or abandoned or group.level is not RecoveryLevel.TURN:
-                continue
-            _require_current(episode, sibling, [turn.key for turn in ledger.staged(episode.rollout_id)])
-            kept.append(episode)
-        return tuple(kept)
 
 
 class EnvironmentCheckpoint(Protocol):
@@ -121,7 +72,7 @@ class EnvironmentCheckpoint(Protocol):
 
 
 class NoEnvironmentCheckpoint:
-    """For runs whose environments have no state: single-turn tasks."""
+    """For runs whose environments have no state that can be saved."""
 
     @asynccontextmanager
     async def snapshot(self, _checkpoint_id: str) -> AsyncIterator[EnvironmentSnapshot | None]:
@@ -133,8 +84,9 @@ class NoEnvironmentCheckpoint:
         if episodes:
             names = sorted({episode.environment for episode in episodes})
             raise RestoreRefused(
-                f"the snapshot holds {len(episodes)} running episodes of {', '.join(names)}, but data.task is no "
-                "multi-turn environment: restore with the task that the run was started with"
+                f"the snapshot holds {len(episodes)} running episodes of {', '.join(names)}, but this run has no "
+                "environment that can take them over: restore with the data.task and environment.servers that it was "
+                "started with"
             )
         return {}
 
@@ -206,8 +158,8 @@ class InstancesCheckpoint:
             self._trace.record("environment_parked", seconds=time.monotonic() - began, committed=committed)
 
     async def _export(self, checkpoint: str) -> EnvironmentSnapshot:
-        await self._all(lambda control: control.prepare(checkpoint, self._deadline()))
-        exported = await self._all(lambda control: control.commit(checkpoint, self._deadline()))
+        closed = await self._prepare(checkpoint)
+        exported = await self._all(lambda control: control.commit(checkpoint, self._deadline()), closed)
         for export in exported:
             if self._instances.get(export.instance) is None or export.checkpoint_id != checkpoint:
                 raise BrokenInvariant(
@@ -217,6 +169,21 @@ class InstancesCheckpoint:
         snapshot = EnvironmentSnapshot(tuple(exported))
         await self._drain(snapshot)
         return snapshot
+
+    async def _prepare(self, checkpoint: str) -> list[str]:
+        """The instances that are closed now. One whose process is gone holds nothing that could be saved: the siblings
+        that it played are run again, and no snapshot waits until it is back.
+        """
+        names = list(self._instances)
+        asked = (self._instances[name].prepare(checkpoint, self._deadline()) for name in names)
+        replies = await asyncio.gather(*(self._answer(call) for call in asked), return_exceptions=True)
+        gone = {name for name, reply in zip(names, replies, strict=True) if isinstance(reply, EnvironmentUnreachable)}
+        for name, reply in zip(names, replies, strict=True):
+            if name in gone:
+                self._trace.record("environment_unreachable", instance=name, reason=str(reply)[:500])
+            elif isinstance(reply, BaseException):
+                raise reply
+        return [name for name in names if name not in gone]
 
     async def _drain(self, snapshot: EnvironmentSnapshot) -> None:
         """Turns that were finished before the environment closed may still be on their way here."""
@@ -234,7 +201,7 @@ class InstancesCheckpoint:
             *(self._answer(control.resume(checkpoint)) for control in self._instances.values()), return_exceptions=True
         )
         for control, reply in zip(self._instances.values(), replies, strict=True):
-            if isinstance(reply, BaseException):
+            if isinstance(reply, BaseException) and not isinstance(reply, EnvironmentUnreachable):
                 facts = {"instance": control.instance, "reason": str(reply)[:500], "committed": committed}
                 self._trace.record("environment_resume_failed", **facts)
 
@@ -256,7 +223,7 @@ class InstancesCheckpoint:
         except BaseException:
             await self.discard_restored()
             raise
-        self._pins = {_group_of(e.rollout_id): name for name, taken in placed.items() for e in taken}
+        self._pins = {group_of(e.rollout_id): name for name, taken in placed.items() for e in taken}
         return {episode.rollout_id: replace(episode, attempt=episode.attempt + 1) for episode in raised}
 
     async def _clear_left_over(self, restored: set[str]) -> dict[str, int]:
@@ -282,7 +249,7 @@ class InstancesCheckpoint:
         names, placed = sorted(self._instances), dict[str, list[EpisodeRecord]]()
         chosen: dict[str, str] = {}
         for episode in episodes:
-            group = _group_of(episode.rollout_id)
+            group = group_of(episode.rollout_id)
             if group not in chosen:
                 own = episode.instance in self._instances
                 chosen[group] = episode.instance if own else names[len(chosen) % len(names)]
@@ -344,27 +311,20 @@ class InstancesCheckpoint:
             ) from error
 
 
-def _group_of(rollout: str) -> str:
-    return rollout.rpartition("_g")[0]
-
-
-def _sibling_of(ledger: RecoveryLedger, rollout: str) -> tuple[LedgerGroup, Sibling] | None:
-    group_id, _, index = rollout.rpartition("_g")
-    if group_id not in ledger:
-        return None
-    group = ledger.group(group_id)
-    found = [s for s in group.siblings if rollout_id(group_id, s.generation_index) == f"{group_id}_g{index}"]
-    return (group, found[0]) if found else None
-
-
-def _require_current(episode: EpisodeRecord, sibling: Sibling, staged: list[str]) -> None:
-    if sibling.status not in _RUNNING or sibling.environment_attempt != episode.attempt:
-        raise BrokenInvariant(
-            f"{episode.instance} exports episode {episode.row_key}, but its sibling is {sibling.status} with "
-            f"environment attempt {sibling.environment_attempt}"
-        )
-    if list(episode.calls) != staged[: episode.turn] or len(episode.calls) != episode.turn:
-        raise BrokenInvariant(
-            f"episode {episode.row_key} includes {episode.turn} turns with calls {list(episode.calls)[:3]}, staged are "
-            f"{staged[:3]} ({len(staged)})"
-        )
+def build_environment_checkpoint(
+    parts: RolloutParts, instances: Sequence[EnvironmentControl], deadlines: RolloutDeadlines, *, incarnation: str
+) -> EnvironmentCheckpoint:
+    """That of the instances that can save episodes; without any (single-turn tasks, `restart_only` servers) the one
+    that has no state.
+    """
+    if not instances:
+        return NoEnvironmentCheckpoint()
+    return InstancesCheckpoint(
+        instances,
+        ledger=parts.ledger,
+        state=parts.state,
+        deadlines=deadlines,
+        trace=parts.trace,
+        incarnation=incarnation,
+        deadline_s=parts.config.environment.deadline_s,
+    )

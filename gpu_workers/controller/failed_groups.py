@@ -94,7 +94,9 @@ class FailedGroups:
             # A batch of its own: no other unfinished group of the lender's batch need be left to share it.
             place = replace(dropped, batch=-1 - lender.order, order=lender.order, target_step=lender.target_step)
         prompt = parts.source.take(mutation, 1)[0] if place.target_step is None else state.spares.popleft()
-        return parts.ledger.replace_dropped(mutation, place, prompt, start_version=state.generator_version)
+        return parts.ledger.replace_dropped(
+            mutation, place, prompt, level=parts.level_of(prompt), start_version=state.generator_version
+        )
 
     def _record(
         self, dropped: LedgerGroup, message: str, lender: BufferedGroup | None, replacement: LedgerGroup | None

@@ -1,6 +1,6 @@
 """Turns finished work back into promises: for a bundle that saves no rows, or a restore that discards them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from storage.records import (
@@ -9,6 +9,7 @@ from storage.records import (
     GroupPhase,
     GroupStatus,
     LedgerGroup,
+    PromptRef,
     RecoveryLevel,
     RolloutState,
     Sibling,
@@ -46,11 +47,13 @@ def attempts_of(group: BufferedGroup, rows: Mapping[str, RowHandle]) -> tuple[in
     return tuple(int(handle.batch.column("attempt")[handle.index].as_py()) for handle in handles)
 
 
-def without_rows(state: RolloutState, rows: Mapping[str, RowHandle], level: RecoveryLevel) -> RolloutState:
+def without_rows(
+    state: RolloutState, rows: Mapping[str, RowHandle], level_of: Callable[[PromptRef], RecoveryLevel]
+) -> RolloutState:
     """The same promises without the rows of groups to come: no prompt is lost, all of them are generated again.
 
     Recorded steps keep their rows: they can't be made again, since the steps that trained them are past.
     """
-    owed = [owe_buffered_again(g, attempts_of(g, rows), level) for g in state.buffer]
+    owed = [owe_buffered_again(g, attempts_of(g, rows), level_of(g.prompt)) for g in state.buffer]
     ledger = sorted([*map(owe_sealed_again, state.ledger), *owed], key=lambda group: group.order)
     return replace(state, ledger=tuple(ledger), buffer=())

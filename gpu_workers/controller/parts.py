@@ -12,7 +12,7 @@ from gpu_workers.controller.replay_buffer import ReplayBuffer
 from gpu_workers.controller.row_store import DataPlane
 from gpu_workers.controller.samplers.protocol import Sampler
 from gpu_workers.controller.signal import Signal
-from storage.records import DroppedPrompt, Progress, PromptRef
+from storage.records import DroppedPrompt, Progress, PromptRef, RecoveryLevel
 from storage.run_config import RunConfig
 
 
@@ -75,6 +75,11 @@ class RolloutParts:
     barrier: DataPlaneBarrier
     trace: CountedTrace
     state: RolloutRuntimeState
+
+    def level_of(self, prompt: PromptRef) -> RecoveryLevel:
+        """What a restart would reuse of this prompt's group, if it were reserved now."""
+        agent = self.source.dataset.agent(prompt.prompt_id)
+        return self.config.rollout_recovery.level_of(self.config.data.task, agent)
 
     def progress(self, cut: Cut) -> Progress:
         """Counters and cursors as they are under this cut."""

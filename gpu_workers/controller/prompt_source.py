@@ -20,6 +20,10 @@ class Dataset(Protocol):
         """Token ids and the task's JSON of one prompt."""
         ...
 
+    def agent(self, ordinal: int) -> str:
+        """Who plays the prompt: an environment, or an agent of a Gym; "" where the model just answers."""
+        ...
+
     def fingerprint(self) -> str:
         """A hash that changes when any prompt changes."""
         ...

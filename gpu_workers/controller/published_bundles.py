@@ -2,10 +2,8 @@
 
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
 
 from gpu_workers.controller.considerate import considerate
-from gpu_workers.controller.owed import without_rows
 from storage.checkpoint_metrics import put_metrics, score_of
 from storage.checkpointing_config import CheckpointingConfig
 from storage.checkpoints import CheckpointFiles
@@ -47,14 +45,7 @@ class PublishedBundles:
         self._prefixes = 0
 
     def publish(self, bundle: CapturedBundle) -> Manifest:
-        """Parts and state tables, then the manifest, then retention (never without a publication).
-
-        With `checkpointing.save_data_plane` off, a trainer checkpoint owes its groups again instead of holding rows.
-        """
-        if bundle.kind == "trainer_checkpoint" and not self._checkpointing.save_data_plane:
-            level = bundle.config.rollout_recovery.target_level
-            state = without_rows(bundle.state, bundle.rows, level)
-            bundle = replace(bundle, state=state, rows={row_id: bundle.rows[row_id] for row_id in state.row_ids()})
+        """Parts and state tables, then the manifest, then retention (never without a publication)."""
         with self._lock, considerate():
             manifest = self._writer.write(bundle)
             retain(

@@ -81,13 +81,20 @@ class RecoveryLedger:
         return self._insert(mutation, LedgerGroup(prompt, level, batch, order, siblings))
 
     def replace_dropped(
-        self, mutation: Mutation, dropped: LedgerGroup, prompt: PromptRef, *, start_version: int
+        self,
+        mutation: Mutation,
+        dropped: LedgerGroup,
+        prompt: PromptRef,
+        *,
+        level: RecoveryLevel,
+        start_version: int,
     ) -> LedgerGroup:
         """Give a discarded group's place (batch, order, stamp) to another prompt, which starts from today's weights."""
         siblings = tuple(Sibling(s.generation_index) for s in dropped.siblings)
         fresh = replace(
             dropped,
             prompt=prompt,
+            level=level,
             siblings=siblings,
             status=GroupStatus.GENERATING,
             start_version=start_version,

@@ -179,8 +179,9 @@ class RolloutRestorer:
         unneeded = {key for _, keys in normalized for key in keys}
         groups = [group for group, _ in normalized]
         if not parts.config.checkpointing.load_replay_buffer and bundle is not None:
-            level = parts.config.rollout_recovery.target_level
-            groups += [owe_buffered_again(g, attempts_of(g, bundle.rows), level) for g in state.buffer]
+            groups += [
+                owe_buffered_again(g, attempts_of(g, bundle.rows), parts.level_of(g.prompt)) for g in state.buffer
+            ]
         for group in groups:
             parts.source.load(group.prompt)
         rows = self._training_rows(bundle)

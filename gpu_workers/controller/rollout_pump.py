@@ -90,7 +90,7 @@ class RolloutPump:
             self._parts.ledger.reserve(
                 mutation,
                 prompt,
-                level=config.rollout_recovery.target_level,
+                level=self._parts.level_of(prompt),
                 batch=batch,
                 order=order,
                 size=config.algorithm.num_generations_per_prompt,

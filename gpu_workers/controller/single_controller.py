@@ -17,11 +17,7 @@ from gpu_workers.controller.barrier import DataPlaneBarrier
 from gpu_workers.controller.bundle_publisher import BundlePublisher
 from gpu_workers.controller.checkpoint_schedule import CheckpointSchedule, Trigger, require_metric, step_metrics
 from gpu_workers.controller.counted_trace import CountedTrace
-from gpu_workers.controller.environment_checkpoint import (
-    EnvironmentCheckpoint,
-    InstancesCheckpoint,
-    NoEnvironmentCheckpoint,
-)
+from gpu_workers.controller.environment_checkpoint import build_environment_checkpoint
 from gpu_workers.controller.finalizer import Assemble, Finalizer
 from gpu_workers.controller.group_runner import GroupRunner
 from gpu_workers.controller.parts import RolloutParts, RolloutRuntimeState
@@ -101,7 +97,7 @@ class SingleController:
         self._bundles = bundles
         self._weight_sync = WeightSync(self.parts, trainer, generator)
         deadlines = RolloutDeadlines()
-        self._environment = self._build_environment_checkpoint(environments, deadlines, incarnation)
+        self._environment = build_environment_checkpoint(self.parts, environments, deadlines, incarnation=incarnation)
         finalizer = Finalizer(self.parts, assemble)
         runner = GroupRunner(self.parts, generator, finalizer, self._environment, deadlines)
         self._rollout_pump = RolloutPump(self.parts, runner)
@@ -122,21 +118,6 @@ class SingleController:
         self._watching: asyncio.Task[None] | None = None
         self._early_snapshot: asyncio.Task[None] | None = None
         self._state = ControllerState.EMPTY
-
-    def _build_environment_checkpoint(
-        self, environments: Sequence[EnvironmentControl], deadlines: RolloutDeadlines, incarnation: str
-    ) -> EnvironmentCheckpoint:
-        if not environments:
-            return NoEnvironmentCheckpoint()
-        return InstancesCheckpoint(
-            environments,
-            ledger=self.parts.ledger,
-            state=self.parts.state,
-            deadlines=deadlines,
-            trace=self.parts.trace,
-            incarnation=incarnation,
-            deadline_s=self.parts.config.environment.deadline_s,
-        )
 
     @property
     def state(self) -> ControllerState:

@@ -26,6 +26,16 @@ class CharacterTask:
     def __len__(self) -> int:
         return self._data.num_prompts
 
+    @property
+    def agents(self) -> frozenset[str]:
+        """None."""
+        return frozenset()
+
+    def agent(self, ordinal: int) -> str:
+        """Nobody: the model just answers."""
+        self._require(ordinal)
+        return ""
+
     def _require(self, ordinal: int) -> None:
         """IndexError for an ordinal beyond the dataset."""
         if not 0 <= ordinal < len(self):

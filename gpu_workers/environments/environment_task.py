@@ -51,6 +51,16 @@ class EnvironmentTask(CharacterTask):
         }
         return self.observation_tokens(self._reset(seed).observation), canonical_json(task).decode()
 
+    @property
+    def agents(self) -> frozenset[str]:
+        """The environment."""
+        return frozenset({self._environment.name})
+
+    def agent(self, ordinal: int) -> str:
+        """The environment."""
+        self._require(ordinal)
+        return self._environment.name
+
     def score(self, task_json: str, token_ids: Sequence[int]) -> float:
         """Never: raises ValueError."""
         raise ValueError(f"environment '{self._environment.name}' rewards its turns; a completion has no score")

@@ -29,7 +29,14 @@ from gpu_workers.environments.http_messages import (
     TimedBody,
 )
 from gpu_workers.environments.ports import Boundary, CallRef, EpisodeId, EpisodeTask, Exported, InstanceStatus
-from storage.errors import BrokenInvariant, DataFailure, EnvironmentRefusal, InfrastructureFailure, MidflightError
+from storage.errors import (
+    BrokenInvariant,
+    DataFailure,
+    EnvironmentRefusal,
+    EnvironmentUnreachable,
+    InfrastructureFailure,
+    MidflightError,
+)
 from storage.records import EpisodeRecord
 
 Reply = TypeVar("Reply", bound=Message)
@@ -79,7 +86,8 @@ class EnvironmentConnection:
             return await self._client.request(verb, path, content=content, headers=headers, timeout=timeout_s)
         except httpx.HTTPError as error:
             told = f"{verb} {self._url}{path} failed with {type(error).__name__} (waited up to {timeout_s:.1f} s)"
-            raise InfrastructureFailure(f"{told}; see whether the environment's server lives") from error
+            kind = EnvironmentUnreachable if isinstance(error, httpx.ConnectError) else InfrastructureFailure
+            raise kind(f"{told}; see whether the environment's server lives") from error
 
 
 class HttpEnvironmentControl:

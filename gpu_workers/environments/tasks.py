@@ -11,7 +11,10 @@ from typing import Protocol
 
 from gpu_workers.environments.character_task import CharacterTask
 from gpu_workers.environments.environment_task import EnvironmentTask
-from gpu_workers.environments.reasoning_gym_task import PREFIX, ReasoningGymTask
+from gpu_workers.environments.gym_task import PREFIX as GYM
+from gpu_workers.environments.gym_task import GymTask
+from gpu_workers.environments.reasoning_gym_task import PREFIX as REASONING
+from gpu_workers.environments.reasoning_gym_task import ReasoningGymTask
 from gpu_workers.environments.registry import environment_names
 from gpu_workers.models.tokenizer import END_TOKEN_ID
 from storage.errors import ConfigurationError
@@ -40,6 +43,15 @@ class Task(Protocol):
 
     def prompt(self, ordinal: int) -> tuple[tuple[int, ...], str]:
         """Token ids of prompt `ordinal` and the JSON that `score` needs. IndexError beyond the dataset."""
+        ...
+
+    @property
+    def agents(self) -> frozenset[str]:
+        """Everybody whom `agent` names."""
+        ...
+
+    def agent(self, ordinal: int) -> str:
+        """Who plays prompt `ordinal`: the environment's name, a Gym agent's, or "" where the model just answers."""
         ...
 
     def score(self, task_json: str, token_ids: Sequence[int]) -> float:
@@ -125,21 +137,27 @@ def _own_letters(task_json: str) -> str:
 
 
 TASKS: dict[str, Callable[[DataConfig], Task]] = {"sort8": Sort8}
+_BY_PREFIX: dict[str, Callable[[DataConfig], Task]] = {REASONING: ReasoningGymTask, GYM: GymTask}
 
 
 def build_task(data: DataConfig) -> Task:
-    """The task named by `data.task`: a single-turn task, or an environment by its name or import path.
+    """The task named by `data.task`: a single-turn task, an environment by its name or import path, or a Gym's rows.
 
     ConfigurationError lists the known names.
     """
     if data.task in TASKS:
         return TASKS[data.task](data)
-    if data.task.startswith(PREFIX):
-        return ReasoningGymTask(data)
-    name = data.task.partition("?")[0]
-    if ":" not in name and name not in environment_names():
+    for prefix, kind in _BY_PREFIX.items():
+        if data.task.startswith(prefix):
+            return kind(data)
+    if not is_task_name(data.task.partition("?")[0]):
         raise ConfigurationError(
-            f"data.task is {data.task!r}, which is not registered; use one of {sorted(TASKS)}, '{PREFIX}<dataset>', "
-            f"one of the environments {environment_names()}, or an environment's 'package.module:Class'"
+            f"data.task is {data.task!r}, which is not registered; use one of {sorted(TASKS)}, '{REASONING}<dataset>', "
+            f"'{GYM}<file>', one of the environments {environment_names()}, or an environment's 'package.module:Class'"
         )
     return EnvironmentTask(data)
+
+
+def is_task_name(name: str) -> bool:
+    """Whether a task may be called so: what `data.task` says before a '?'."""
+    return name in TASKS or ":" in name or name in environment_names()

@@ -14,6 +14,10 @@ from gpu_workers.controller.ports import Failure, GroupOrder, SiblingOrder, Sibl
 from gpu_workers.environments.control_plane import ControlPlane
 from gpu_workers.environments.environment_task import EnvironmentTask
 from gpu_workers.environments.episode_table import EpisodeTable
+from gpu_workers.environments.gym_run import GymAgents
+from gpu_workers.environments.gym_task import GymTask
+from gpu_workers.environments.http_messages import TOKEN_VARIABLE
+from gpu_workers.environments.http_server import token_for
 from gpu_workers.environments.interface import Environment
 from gpu_workers.environments.ports import PlayedEpisodes
 from gpu_workers.environments.ray_control import answer_control
@@ -22,7 +26,10 @@ from gpu_workers.environments.tasks import Task, build_task
 from gpu_workers.generation.engine import start_engine
 from gpu_workers.generation.engine_weights import EngineWeights
 from gpu_workers.generation.episode_runner import EpisodeRunner
+from gpu_workers.generation.gym_rollouts import GymRollouts
+from gpu_workers.generation.gym_runner import GymRunner
 from gpu_workers.generation.model_calls import ModelCalls
+from gpu_workers.generation.model_server import ModelServer, build_model_app
 from gpu_workers.generation.running_calls import RunningCalls
 from gpu_workers.generation.sibling_runner import SiblingRunner
 from gpu_workers.generation.supervised_environment import instance_name
@@ -50,10 +57,13 @@ class GeneratorActor:
         self._table = EpisodeTable(instance_name(index), lambda name: _environment_of(task, name))
         self._control = ControlPlane(self._table, grace_s=config.environment.lease_grace_s)
         calls = ModelCalls(config, self._engine, self._name)
-        self._siblings = SiblingRunner(config, calls, task, self._name)
+        self._siblings: SiblingRunner | GymRunner = SiblingRunner(config, calls, task, self._name)
         self._episodes: EpisodeRunner | None = None
         if isinstance(task, EnvironmentTask):
             self._episodes = EpisodeRunner(config, calls, task, self._holders(), self._name)
+        self._model_server: ModelServer | None = None
+        if isinstance(task, GymTask):
+            self._siblings, self._model_server = self._gym(calls, task)
         self._weights = EngineWeights(self._engine.llm, self._name)
         self._calls: RunningCalls[SiblingOrder, SiblingResult | TurnResult] = RunningCalls(_aborted)
 
@@ -67,8 +77,24 @@ class GeneratorActor:
             return lambda _order: self._table
         return lambda order: served[order.instance or names[order.prompt.ref.prompt_id % len(names)]]
 
+    def _gym(self, calls: ModelCalls, task: GymTask) -> tuple[GymRunner, ModelServer]:
+        """Rollouts that agents of a Gym play, and where their model calls are answered."""
+        environment = self._config.environment
+        host, token = environment.gym_model_host, os.environ.get(TOKEN_VARIABLE)
+        rollouts = GymRollouts(calls, task)
+        agents = GymAgents(environment.gym_agents, token, timeout_s=self._config.async_rl.rollout_timeout_s)
+        app = build_model_app(
+            rollouts,
+            max_model_len=self._config.generation.max_model_len,
+            token=token_for(host, without_token=True),
+        )
+        server = ModelServer(app, host=host, port=environment.gym_model_port)
+        return GymRunner(calls, task, rollouts, agents, self._name), server
+
     async def ready(self) -> dict[str, Any]:
         """`pid`, `engine_pids`, `index` and the loaded weights' `version` (None: those of the model's folder)."""
+        if self._model_server is not None:
+            await self._model_server.start()
         return {
             "pid": os.getpid(),
             "engine_pids": self._engine.pids,

@@ -367,7 +367,7 @@ async def test_a_snapshot_with_episodes_is_refused_by_a_run_without_their_enviro
     world.controller = None
     player, world.new_generator = world.generator, lambda: _without_environments(world.generator)
     world.boot()
-    with pytest.raises(RestoreRefused, match="running episodes of tally.*restore with the task"):
+    with pytest.raises(RestoreRefused, match="running episodes of tally.*restore with the data.task"):
         await world.controller.restore(world.plan())
     assert player is not world.generator
 

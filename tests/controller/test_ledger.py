@@ -189,3 +189,27 @@ async def test_at_level_prompt_group_a_restart_runs_every_sibling_again_once(mak
     await world.train(1, 2)
     assert len(set(world.generator.generated)) == len(world.generator.generated)
     await world.kill()
+
+
+async def test_agents_and_tasks_have_levels_of_their_own_which_each_group_keeps(make_world):
+    levels = {"target_level": "sibling", "per_task": {"sort8": "turn"}, "per_agent": {"agent-1": "prompt_group"}}
+    world = make_world(rollout_recovery=levels)
+    world.boot()
+    world.generator.held = lambda group_id, index: index == 1
+    controller = await world.restore(world.plan())
+    await world.settle(lambda: controller.describe()["sealed_siblings"] == 8)
+    saved = (await world.snapshot(1)).state
+    wanted = {0: RecoveryLevel.TURN, 1: RecoveryLevel.PROMPT_GROUP}  # an agent's precedes its task's
+    assert {group.prompt.prompt_id % 2 for group in saved.ledger} == {0, 1}
+    assert all(group.level is wanted[group.prompt.prompt_id % 2] for group in saved.ledger)
+    await world.kill()
+    await world.start()
+    rerun: dict[str, set[int]] = {}
+    for event in world.trace.of("attempt_abandoned"):
+        group_id, _, index = event["rollout_id"].rpartition("_g")
+        rerun.setdefault(group_id, set()).add(int(index))
+    begun = [group for group in saved.ledger if any(sibling.sealed for sibling in group.siblings)]
+    assert {group.level for group in begun} == set(wanted.values())
+    for group in begun:  # what was sealed is run again only at the level that the group was reserved with
+        assert rerun[group.group_id] == ({1} if group.level is RecoveryLevel.TURN else {0, 1})
+    await world.kill()

@@ -15,7 +15,7 @@ import pytest
 from gpu_workers.environments.environment_task import EnvironmentTask
 from gpu_workers.environments.http_messages import TOKEN_VARIABLE
 from gpu_workers.environments.served import ServedEpisodes, control_of, served_instances
-from storage.errors import ConfigurationError, InfrastructureFailure
+from storage.errors import ConfigurationError
 from storage.run_config import DataConfig
 from tests.controller.playing import Player, all_wait, begun, stand_at
 
@@ -140,9 +140,10 @@ async def test_a_server_killed_under_a_run_costs_the_attempts_that_it_held_and_n
     world = served(async_rl={"max_infrastructure_failures": 20, "retry_backoff_s": 0.05, "retry_backoff_max_s": 0.2})
     await begun(world)
     servers[0].kill()
-    with pytest.raises(InfrastructureFailure, match="see whether the environment's server lives"):
-        await world.controller.attempt_snapshot(1)
-    assert world.controller.parts.state.failure is None
+    without = await world.snapshot(1)
+    assert {episode.instance for episode in without.state.episodes} == {"games-1"}
+    (gone,) = world.trace.of("environment_unreachable")
+    assert gone["instance"] == "games-0"
     servers[0].start()
     world.generator.calls.release()
     await world.train(1, 2)
