@@ -11,13 +11,16 @@ from storage.layout import RunLayout
 from storage.manifests import Manifest
 from storage.run_config import DataConfig, RunConfig
 from storage.runs import log_of_run
+from tasks.saved_code import require_trusted
 
 
 def config_of(store: Store, layout: RunLayout) -> RunConfig:
-    """The configuration in the newest bundle of a run. Raises NotFound, NoRestorableState (nothing published yet)."""
+    """The configuration in the newest bundle of a run. Raises NotFound, NoRestorableState (nothing published yet),
+    ConfigurationError (it names code that is not trusted).
+    """
     for slot in reversed(log_of_run(store, layout)):
         if isinstance(slot, Manifest) and slot.config:
-            return RunConfig.model_validate(slot.config)
+            return require_trusted(RunConfig.model_validate(slot.config))
     raise NoRestorableState(f"run '{layout.run}' in {store.url} has published no bundle yet: nothing to account for")
 
 

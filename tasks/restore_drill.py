@@ -43,6 +43,7 @@ from storage.runs import saved_config
 from storage.snapshot_reader import RestoredBundle
 from storage.snapshot_writer import CapturedBundle
 from storage.trace import NoTrace
+from tasks.saved_code import require_trusted
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class Drill:
         Raises: StoreError.
         """
         try:
-            config = saved_config(RunLayout(bundle.manifest.run), bundle.manifest)
+            config = require_trusted(saved_config(RunLayout(bundle.manifest.run), bundle.manifest))
             parts = self._parts(config)
         except (ConfigurationError, FormatUnsupported) as error:
             return DrillOutcome(False, f"it can't be restored here: {error}")

@@ -1,10 +1,11 @@
 """Environments in Ray actors: both Protocols over one actor method, and a small actor that is nothing else."""
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+from ray.exceptions import ActorDiedError, ObjectLostError, RayActorError, RayTaskError
 
 from gpu_workers.environments.control_plane import ControlPlane
 from gpu_workers.environments.episode_table import EpisodeTable
@@ -20,7 +21,7 @@ from gpu_workers.environments.ports import (
     InstanceStatus,
 )
 from gpu_workers.ray_ports import translate
-from storage.errors import BrokenInvariant
+from storage.errors import BrokenInvariant, EnvironmentUnreachable
 from storage.records import EpisodeRecord
 
 T = TypeVar("T")
@@ -136,6 +137,10 @@ class EnvironmentActor:
         self._table = EpisodeTable(instance, find)
         self._control = ControlPlane(self._table, grace_s=grace_s)
 
+    def pid(self) -> int:
+        """Its process."""
+        return os.getpid()
+
     async def environment(self, verb: str, *arguments: Any) -> Any:
         """One verb of the control plane."""
         return await answer_control(self._control, verb, *arguments)
@@ -162,6 +167,8 @@ async def _answer(target: object, verbs: frozenset[str], verb: str, arguments: S
 async def _called(kind: type[T], reference: Any, what: str, translated: Callable[[Exception, str], Exception]) -> T:
     try:
         reply = await reference
+    except ActorDiedError as error:
+        raise EnvironmentUnreachable(str(translated(error, what))) from error
     except (RayActorError, RayTaskError, ObjectLostError) as error:
         raise translated(error, what) from error
     if not isinstance(reply, kind):

@@ -158,6 +158,13 @@ def build_task(data: DataConfig) -> Task:
     return EnvironmentTask(data)
 
 
+def named_import(task: str) -> str | None:
+    """The `package.module:Class` that `data.task` names; None for a registered task."""
+    name = task.partition("?")[0]
+    registered = name in TASKS or name.startswith(tuple(_BY_PREFIX)) or name in environment_names()
+    return name if ":" in name and not registered else None
+
+
 def is_task_name(name: str) -> bool:
     """Whether a task may be called so: what `data.task` says before a '?'."""
     return name in TASKS or ":" in name or name in environment_names()

@@ -1,6 +1,8 @@
 """What every environment keeps to, called directly, over HTTP or over Ray."""
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
@@ -15,7 +17,7 @@ from gpu_workers.environments.http_control import EnvironmentConnection, HttpEnv
 from gpu_workers.environments.http_server import build_app
 from gpu_workers.environments.ports import CallRef, EnvironmentControl, EpisodeId, Episodes, EpisodeTask, Phase
 from gpu_workers.environments.registry import find_environment
-from storage.errors import DataFailure, EnvironmentRefusal
+from storage.errors import DataFailure, EnvironmentRefusal, EnvironmentUnreachable, InfrastructureFailure
 
 ONE = EpisodeId("e0-p1_g0", 0)
 SUM = EpisodeTask("running_sum", '{"turns": 5}', 7, 0, 60.0)
@@ -197,3 +199,28 @@ async def test_refusals_of_a_new_episode_name_what_is_wrong(world: World) -> Non
     assert await refused(world.episodes.open(ONE, replace(SUM, environment="nowhere"))) == "unknown_environment"
     with pytest.raises(DataFailure, match="running_sum.*e0-p1_g0-a0.*reset"):
         await world.episodes.open(ONE, replace(SUM, task_json='{"turns": 99}'))
+
+
+@pytest.mark.system
+async def test_an_actor_killed_in_mid_episode_is_unreachable_and_another_goes_on_with_its_episodes(
+    running_ray: None,
+) -> None:
+    from gpu_workers.environments.ray_control import RayEnvironmentControl, RayEpisodes, start_environment_actor
+
+    actors = [start_environment_actor("games", find_environment, max_concurrency=32) for _ in range(2)]
+    first, second = (World(RayEpisodes("games", a), RayEnvironmentControl("games", a)) for a in actors)
+    await first.episodes.open(ONE, SUM)
+    await first.episodes.step(ONE, 0, "1", call(0))
+    await first.control.prepare("c1", soon())
+    (record,) = (await first.control.commit("c1", soon())).episodes
+    held = asyncio.create_task(first.episodes.step(ONE, 1, "2", call(1)))
+    os.kill(await actors[0].pid.remote(), signal.SIGKILL)
+    with pytest.raises(InfrastructureFailure):
+        await held
+    with pytest.raises(EnvironmentUnreachable):
+        await first.control.prepare("c2", soon())
+    await second.control.restore("r1", soon(), [record])
+    await second.control.resume("r1")
+    again = EpisodeId(ONE.rollout_id, 1)
+    assert (await second.episodes.open(again, SUM)).turn == 1
+    assert (await second.episodes.step(again, 1, "2", call(1))).turn == 2

@@ -16,6 +16,7 @@ import pytest
 from flows.home import HOME_VARIABLE, Home
 from flows.processes import marked_processes
 from flows.service_state import MARKER_VARIABLE, ServiceState, read_state
+from gpu_workers.environments.http_messages import TOKEN_VARIABLE
 from storage.filesystem import Store, open_store
 from storage.layout import RunLayout
 from storage.trace_reader import read_events
@@ -23,6 +24,7 @@ from storage.trace_reader import read_events
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "configs" / "tiny.yaml"
 COMMAND_DEADLINE_S = 280.0
+ENVIRONMENT_TOKEN = "a-token-of-the-tests"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +83,9 @@ class Midflight:
             start_new_session=True,
         )
 
-    def run(self, *arguments: str) -> Done:
+    def run(self, *arguments: str, also: Mapping[str, str] | None = None) -> Done:
         """A command to its end."""
-        return self.wait(self.start(*arguments))
+        return self.wait(self.start(*arguments, also=also))
 
     def wait(self, process: "subprocess.Popen[str]") -> Done:
         """The end of a command started before."""
@@ -172,9 +174,11 @@ def new_home(tmp_path: Path) -> Iterator[Callable[[str], Midflight]]:
 
 @pytest.fixture(scope="session")
 def midflight_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Midflight]:
-    """A home whose services run for the whole session; it leaves no process behind."""
+    """A home whose services run for the whole session; it leaves no process behind. Flows and workers know the token of
+    the tests' environment servers.
+    """
     midflight = Midflight(Home(tmp_path_factory.mktemp("midflight")))
-    up = midflight.run("up")
+    up = midflight.run("up", also={TOKEN_VARIABLE: ENVIRONMENT_TOKEN})
     assert up.code == 0, up.text
     state = midflight.state()
     assert state is not None

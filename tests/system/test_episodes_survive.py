@@ -4,13 +4,22 @@ The run is synchronous, so that it is a function of its seed: rollouts and weigh
 run. Two sequences at a time keep episodes at all of their turns.
 """
 
-from collections.abc import Mapping, Sequence
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
 
+from gpu_workers.environments.http_messages import TOKEN_VARIABLE
+from gpu_workers.environments.served import served_instances
+from storage.errors import ConfigurationError
 from storage.layout import RunLayout
 from tasks.accounting import audit
+from tests.system.conftest import ENVIRONMENT_TOKEN, train_arguments
 from tests.system.test_survival import effective_hashes, kill_when
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
@@ -30,6 +39,50 @@ SETTINGS = {
 }
 
 
+PATIENT = {"async_rl__max_infrastructure_failures": 50, "async_rl__retry_backoff_max_s": 0.5}
+
+
+class Server:
+    """One environment server on a port of its own, which can be killed and started again."""
+
+    def __init__(self, instance: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._port}"
+        self._instance = instance
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, wait_until: Callable[..., None]) -> None:
+        program = ["-m", "gpu_workers.environments.http_server", "--port", str(self._port)]
+        command = [sys.executable, *program, "--instance", self._instance]
+        self._process = subprocess.Popen(command, env=os.environ | {TOKEN_VARIABLE: ENVIRONMENT_TOKEN})
+        wait_until(self._answers, seconds=60)
+
+    def _answers(self) -> bool:
+        try:
+            return bool(served_instances([self.url]))
+        except ConfigurationError:
+            return False
+
+    def kill(self) -> None:
+        if self._process is not None:
+            os.kill(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+
+@pytest.fixture
+def servers(monkeypatch: pytest.MonkeyPatch, wait_until: Callable[..., None]) -> Iterator[list[Server]]:
+    monkeypatch.setenv(TOKEN_VARIABLE, ENVIRONMENT_TOKEN)
+    made = [Server("games-0"), Server("games-1")]
+    for server in made:
+        server.start(wait_until)
+    yield made
+    for server in made:
+        server.kill()
+
+
 def in_the_middle_of_episodes(events: Sequence[Mapping[str, Any]]) -> bool:
     """The newest snapshot holds finished turns of running episodes, and no step was trained since."""
     steps = [int(e["step"]) for e in events if e["event"] == "train_step"]
@@ -40,20 +93,25 @@ def in_the_middle_of_episodes(events: Sequence[Mapping[str, Any]]) -> bool:
     return int(newest["step"]) >= max(steps) >= 2 and int(newest["finished_turns"]) >= TURNS
 
 
+@pytest.fixture(scope="module")
+def expected(midflight_home: Any) -> dict[int, tuple[str, str]]:
+    """Rollout and weight hashes by step of the run that is never stopped."""
+    whole = midflight_home.run(*train_arguments("episodes-whole", SETTINGS))
+    assert whole.code == 0, whole.text
+    hashes = effective_hashes(midflight_home.events("episodes-whole"))
+    assert sorted(hashes) == list(range(1, STEPS + 1))
+    return hashes
+
+
 def test_a_run_killed_in_the_middle_of_its_episodes_keeps_their_turns_and_ends_as_if_it_never_was(
-    midflight_home, train_command
+    midflight_home, train_command, expected
 ):
     midflight = midflight_home
-    whole = midflight.run(*train_command("episodes-whole", SETTINGS))
-    assert whole.code == 0, whole.text
-
     command = midflight.start(*train_command("episodes-killed", SETTINGS))
     life = kill_when(midflight, "episodes-killed", in_the_middle_of_episodes)
     killed = midflight.wait(command)
     assert killed.code == 0, killed.text
 
-    expected = effective_hashes(midflight.events("episodes-whole"))
-    assert sorted(expected) == list(range(1, STEPS + 1))
     assert effective_hashes(midflight.events("episodes-killed")) == expected
     events = midflight.events("episodes-killed")
     snapshot = next(e for e in reversed(life) if e["event"] == "snapshot_attempt" and e["outcome"] == "completed")
@@ -68,3 +126,39 @@ def test_a_run_killed_in_the_middle_of_its_episodes_keeps_their_turns_and_ends_a
     assert accounts.pairs_trained == STEPS * PROMPTS * GENERATIONS
     verified = midflight.run("verify", "episodes-killed", "--drill")
     assert verified.code == 0, verified.text
+
+
+def test_servers_killed_under_a_run_and_with_it_cost_no_turn_that_a_snapshot_holds_and_change_no_rollout(
+    midflight_home, train_command, expected, servers, wait_until
+):
+    """One server dies alone and comes back; later everything dies. The run ends like the one whose generators hold the
+    episodes, and which is never stopped.
+    """
+    midflight = midflight_home
+    settings = {**SETTINGS, **PATIENT, "environment__servers": [server.url for server in servers]}
+    command = midflight.start(*train_command("served", settings), also={TOKEN_VARIABLE: ENVIRONMENT_TOKEN})
+    midflight.wait_for("served", lambda events: in_the_middle_of_episodes(events))
+    servers[0].kill()
+    midflight.wait_for("served", lambda events: any(e["event"] == "environment_unreachable" for e in events))
+    servers[0].start(wait_until)
+    life = kill_when(midflight, "served", back_in_the_middle_of_episodes)
+    for server in servers:
+        server.kill()
+        server.start(wait_until)
+    ended = midflight.wait(command)
+    assert ended.code == 0, ended.text
+
+    events = midflight.events("served")
+    assert effective_hashes(events) == expected
+    (restored,) = (e for e in events if e["event"] == "checkpoint_restored")
+    snapshot = next(e for e in reversed(life) if e["event"] == "snapshot_attempt" and e["outcome"] == "completed")
+    assert restored["turns_kept"] == snapshot["finished_turns"] > 0
+    assert sum(e["turns"] for e in events if e["event"] == "attempt_resumed") == restored["turns_kept"]
+    assert not audit(midflight.store, RunLayout("served")).problems
+
+
+def back_in_the_middle_of_episodes(events: Sequence[Mapping[str, Any]]) -> bool:
+    """Episodes run, some steps after a server was gone."""
+    gone = [place for place, event in enumerate(events) if event["event"] == "environment_unreachable"]
+    later = events[gone[-1] + 1 :] if gone else []
+    return any(e["event"] == "train_step" for e in later) and in_the_middle_of_episodes(events)
