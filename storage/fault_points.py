@@ -9,6 +9,7 @@ other points are calls of `reached`.
 import logging
 import os
 import signal
+import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -75,17 +76,19 @@ class FaultInjection:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._plans: dict[str, FaultPlan] = {}
+        self._lock = threading.Lock()
 
     def plan(self, run: str) -> FaultPlan:
         """The plan of a run, read once."""
-        if run not in self._plans:
-            self._plans[run] = FaultPlan(self._folder, run)
-            if self._plans[run].faults is not None:
-                logger.warning(
-                    "FAULTS ARE INJECTED into run %s, since %s is %s: %s",
-                    *(run, VARIABLE, self._folder, self._plans[run].faults),
-                )
-        return self._plans[run]
+        with self._lock:
+            if run not in self._plans:
+                self._plans[run] = FaultPlan(self._folder, run)
+                if self._plans[run].faults is not None:
+                    logger.warning(
+                        "FAULTS ARE INJECTED into run %s, since %s is %s: %s",
+                        *(run, VARIABLE, self._folder, self._plans[run].faults),
+                    )
+            return self._plans[run]
 
     def reached(self, point: str, run: str) -> None:
         """A point where nothing is written: what is due there is a kill."""

@@ -65,18 +65,24 @@ def judge(scenario: Scenario, config: RunConfig, played: Played, faults: Path, s
         problems += _broken_promises(store, layout, config, events, happened)
     except MidflightError as error:
         problems.append(f"{type(error).__name__}: {error}")
-    outcome = WENT_ON if played.starts <= 1 else BY_HAND if played.needed_a_person else RESUMED
     return Result(
         kind=scenario.kind,
         seed=scenario.seed,
         fault=scenario.described,
-        outcome=VIOLATION if problems else outcome,
+        outcome=VIOLATION if problems else outcome_of(played),
         tokens_lost=tokens_lost,
         recover_s=recover_s,
         starts=played.starts,
         seconds=seconds,
         problems=tuple(problems),
     )
+
+
+def outcome_of(played: Played) -> str:
+    """Who started the run again, if it kept its promises."""
+    if played.starts <= 1:
+        return WENT_ON
+    return BY_HAND if played.needed_a_person else RESUMED
 
 
 def _broken_promises(
