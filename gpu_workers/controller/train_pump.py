@@ -20,7 +20,7 @@ from gpu_workers.controller.row_store import gather
 from gpu_workers.controller.stale_groups import StaleGroups
 from gpu_workers.controller.step_demand import StepDemand
 from gpu_workers.controller.weight_sync import WeightSync
-from storage.errors import BatchIncomplete, BrokenInvariant, StepOutOfOrder
+from storage.errors import BatchIncomplete, BrokenInvariant, StepOutOfOrder, TrainerLost
 from storage.fault_points import reached
 from storage.records import BufferedGroup
 from storage.rows import RowHandle
@@ -184,6 +184,9 @@ class TrainPump:
                 state.shortfall.pop(state.trainer_version, None)
                 state.train_steps = step
                 state.trainer_version += 1
+        except TrainerLost as lost:  # whatever its optimizer did is gone with it
+            state.fail(lost)
+            raise
         except BaseException as error:
             unknown = BrokenInvariant(
                 f"train step {step} failed inside its commit window ({error}); whether the optimizer moved is unknown: "
