@@ -184,6 +184,7 @@ def chaos(
     count: Annotated[int, typer.Option(min=1, help="How many scenarios; 20 meet every kind.")] = 20,
     seed: Annotated[int, typer.Option(min=0, help="The first seed; each scenario takes the next.")] = 0,
     kind: Annotated[list[Kind] | None, typer.Option(help="Only these kinds, in turn. Repeatable.")] = None,
+    at_once: Annotated[int, typer.Option(min=1, help="How many are played beside each other.")] = 2,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the home with logs and stores, and say where.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -194,7 +195,8 @@ def chaos(
     """
     from flows.chaos.command import run_chaos
 
-    run_chaos(scenarios(seed, count, kind or ()), keep=keep, as_json=as_json, console=Console(stderr=as_json))
+    planned = scenarios(seed, count, kind or ())
+    run_chaos(planned, at_once=at_once, keep=keep, as_json=as_json, console=Console(stderr=as_json))
 
 
 @app.command("config-reference", epilog="Example:\n\n`midflight config-reference > docs/configuration.md`")

@@ -5,6 +5,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -26,17 +27,13 @@ from storage.fault_points import VARIABLE
 _FOREIGN = ("PREFECT_", "RAY_", "MIDFLIGHT_")
 
 
-def run_chaos(played: Sequence[Scenario], *, keep: bool, as_json: bool, console: Console) -> None:
-    """Play the scenarios in a home of their own and show what they came to.
+def run_chaos(planned: Sequence[Scenario], *, at_once: int, keep: bool, as_json: bool, console: Console) -> None:
+    """Play the scenarios in a home of their own, `at_once` beside each other, and show what they came to.
 
     Raises ChaosFailed when one of them broke a promise, after everything was shown.
     """
-    results: list[Result] = []
     with _home(console, keep=keep) as home, _services(home, console) as player:
-        for scenario in played:
-            with console.status(f"{len(results) + 1}/{len(played)} {scenario.run}: {scenario.described}"):
-                results.append(_result(scenario, player, faults_of(home)))
-            console.print(progress_line(results[-1], len(results), len(played)), soft_wrap=True, highlight=False)
+        results = _play_all(planned, player, at_once, console)
     if as_json:
         put_json([{**asdict(result), "repeat": repeat_command(result)} for result in results])
     else:
@@ -49,10 +46,25 @@ def run_chaos(played: Sequence[Scenario], *, keep: bool, as_json: bool, console:
         )
 
 
-def _result(scenario: Scenario, player: Player, faults: Path) -> Result:
+def _play_all(planned: Sequence[Scenario], player: Player, at_once: int, console: Console) -> list[Result]:
+    """The results in the order of the scenarios. Interrupted, those that are being played are given up."""
+    with console.status("") as status, ThreadPoolExecutor(at_once, thread_name_prefix="midflight-chaos") as pool:
+        playing = [pool.submit(_result, scenario, player) for scenario in planned]
+        try:
+            for number, ended in enumerate(as_completed(playing), start=1):
+                console.print(progress_line(ended.result(), number, len(planned)), soft_wrap=True, highlight=False)
+                status.update(f"{number} of {len(planned)} scenarios have ended")
+        except BaseException:
+            player.give_up()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return [ended.result() for ended in playing]
+
+
+def _result(scenario: Scenario, player: Player) -> Result:
     began = time.monotonic()
     config, how = player.play(scenario)
-    return judge(scenario, config, how, faults, time.monotonic() - began)
+    return judge(scenario, config, how, player.faults, time.monotonic() - began)
 
 
 def faults_of(home: Home) -> Path:

@@ -4,13 +4,13 @@ start -> (the moment: kill) -> flow run ended? -> start again -> ... -> trained 
 """
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
 
 from flows.chaos.drivers import COMPLETED, CRASHED, Drivers
 from flows.chaos.environment_server import EnvironmentServer
@@ -55,12 +55,15 @@ class Played:
 
 
 class Player:
-    """Plays scenarios in one home, whose services run."""
+    """Plays scenarios in one home, whose services run; several beside each other, each in a thread. `faults` is where
+    their plans lie.
+    """
 
     def __init__(self, home: Home, drivers: Drivers, faults: Path) -> None:
         self._home = home
         self._drivers = drivers
-        self._faults = faults
+        self._given_up = threading.Event()
+        self.faults = faults
 
     def play(self, scenario: Scenario) -> tuple[RunConfig, Played]:
         """The run of a scenario, from its start to its end."""
@@ -69,8 +72,12 @@ class Player:
             if server is not None:
                 settings["environment.servers"] = [server.url]
             config = load_config(TINY, [f"{key}={json.dumps(value)}" for key, value in settings.items()])
-            FaultPlan.write(self._faults, scenario.run, () if scenario.kill else scenario.faults)
+            FaultPlan.write(self.faults, scenario.run, () if scenario.kill else scenario.faults)
             return config, self._play(scenario, config, server)
+
+    def give_up(self) -> None:
+        """End what is being played as soon as possible."""
+        self._given_up.set()
 
     def _play(self, scenario: Scenario, config: RunConfig, server: EnvironmentServer | None) -> Played:
         played, victims = Played(), Victims()
@@ -79,10 +86,10 @@ class Player:
         deadline = time.monotonic() + DEADLINE_S
         flow = self._start(config, victims)
         while True:
-            with_faults = _poll(follower)
-            victims.learn(with_faults)
-            if moment is not None and moment.has_come(with_faults):
-                FaultPlan.write(self._faults, scenario.run, scenario.faults)
+            events = _poll(follower)
+            victims.learn(events)
+            if moment is not None and moment.has_come(events):
+                FaultPlan.write(self.faults, scenario.run, scenario.faults)
                 self._strike(moment.kill, victims, server, played)
                 moment = None
             if flow.exitcode is not None:
@@ -93,7 +100,9 @@ class Player:
             if time.monotonic() > deadline:
                 played.problems.append(f"it had not ended after {DEADLINE_S:.0f} s")
                 break
-            time.sleep(POLL_S)
+            if self._given_up.wait(POLL_S):
+                played.problems.append("it was given up")
+                break
         if moment is not None:
             played.problems.append(f"the moment of its kill never came: {moment.kill}")
         self._end(flow, victims, played)
@@ -149,7 +158,7 @@ class _Moment:
         return self._left <= 0
 
 
-def _poll(follower: TraceFollower) -> list[Any]:
+def _poll(follower: TraceFollower) -> list[Event]:
     try:
         return follower.poll()
     except (StoreError, FileNotFoundError):  # the picture can wait

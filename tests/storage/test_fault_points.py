@@ -20,6 +20,7 @@ from storage.faulty_backend import FaultyBackend, flipped
 from storage.filesystem import GuardedStore, open_store
 from storage.layout import RunLayout
 from storage.manifests import ManifestLog
+from storage.trace_reader import read_events
 
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = {
@@ -35,11 +36,15 @@ PROGRAM = """
 import sys
 from storage.filesystem import open_store
 from storage.fault_points import reached
+from storage.layout import RunLayout
+from storage.trace import TraceWriter
 store = open_store(sys.argv[1])
 for line in sys.argv[2:]:
     verb, path = line.split("=")
     if verb == "reached":
         reached(path, "run")
+    elif verb == "trace":
+        TraceWriter(store, RunLayout(path), process="p", run_process="p").close()
     else:
         getattr(store, verb)(path, *([b"01234567"] if verb in ("write", "create_exclusive") else []))
     print(line, flush=True)
@@ -79,6 +84,17 @@ def test_a_run_without_a_plan_has_no_faults_in_a_process_that_could_have_some(tm
     FaultPlan.write(tmp_path / "faults", "another", [Fault("*", Action.KILL)])
     calls = [f"write={PATHS['part']}", "reached=snapshot:cut"]
     assert started(tmp_path / "faults", tmp_path / "store", *calls) == (0, calls)
+
+
+def test_a_trace_says_which_faults_are_planned_for_its_run(tmp_path: Path) -> None:
+    FaultPlan.write(tmp_path / "faults", "run", [Fault("part:read", Action.FULL, visit=3)])
+    assert started(tmp_path / "faults", tmp_path / "store", "trace=run", "trace=another")[0] == 0
+    store = open_store(str(tmp_path / "store"))
+    (told,) = read_events(store, RunLayout("run"))
+    assert (told["event"], told["faults"][0]["point"], told["faults"][0]["action"]) == (
+        *("faults_planned", "part:read", "full"),
+    )
+    assert read_events(store, RunLayout("another")) == []
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
