@@ -8,30 +8,28 @@ from rich.text import Text
 
 from flows.chaos.judgement import VIOLATION, Result
 
-_RIGHT = frozenset({"seed", "tokens lost", "s to recover", "starts", "s"})
+_COLUMNS = ("fault", "seed", "outcome", "tokens lost", "s to recover", "s")
 
 
 def chaos_table(results: Sequence[Result]) -> Table:
-    """One line for each scenario; those that broke a promise in red."""
+    """Each scenario, with what happened in it; those that broke a promise in red."""
     table = Table(title="Runs under faults", title_justify="left", box=None, padding=(0, 1, 0, 0))
-    for column in ("kind", "seed", "fault", "outcome", "tokens lost", "s to recover", "starts", "s"):
-        justify: Literal["left", "right"] = "right" if column in _RIGHT else "left"
-        table.add_column(column, justify=justify, overflow="fold", no_wrap=column != "fault")
+    for column in _COLUMNS:
+        justify: Literal["left", "right"] = "left" if column in ("fault", "outcome") else "right"
+        table.add_column(column, justify=justify, overflow="fold", min_width=24 if column == "fault" else None)
     for result in results:
         table.add_row(*_row(result), style="red" if result.problems else None)
     return table
 
 
-def _row(result: Result) -> list[str]:
+def _row(result: Result) -> list[Text | str]:
     recover = "" if result.recover_s is None else f"{result.recover_s:.1f}"
     return [
-        result.kind,
+        Text.assemble((result.kind, "bold"), f"\n{result.fault}"),
         str(result.seed),
-        result.fault,
         result.outcome,
         f"{result.tokens_lost:,}",
         recover,
-        str(result.starts),
         f"{result.seconds:.0f}",
     ]
 
