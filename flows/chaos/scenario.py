@@ -184,6 +184,8 @@ def _at_point(kind: Kind, seed: int, settings: Mapping[str, Any], chance: random
     point = sorted(POINTS)[turn % len(POINTS)]
     if point == "snapshot:environment-closed":
         settings = {**settings, **_MULTI_TURN}
+    if "delete" in point or point.startswith("retired"):
+        settings = {**settings, "checkpointing.save_period": 1}  # more checkpoints than are kept
     kill = _kill_of_all(chance) if point in _AFTER_A_CRASH or point.startswith("restore:") else None
     return Scenario(kind, seed, settings, kill=kill, faults=(_kill_at(chance, point),))
 
