@@ -1,9 +1,10 @@
 # Every target but help and clean first brings .venv up to date (a few milliseconds if it is).
 .DEFAULT_GOAL := help
-.PHONY: help install demo demo-multiturn serve test test-fast check bench docs clean
+.PHONY: help install demo demo-multiturn serve test test-fast chaos check bench docs clean
 
 BIN := .venv/bin
 ARGS ?=
+N ?= 20
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,6 +26,9 @@ test: install ## the whole test suite: the fast tests, then those with real Ray,
 
 test-fast: install ## without the tests that start Ray, vLLM or Prefect (ARGS="-k word" picks some)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not system and not benchmark" $(ARGS)
+
+chaos: install ## N seeded faults on real runs, each resumed and audited (20: about ten minutes; ARGS="--seed 40")
+	@$(BIN)/midflight chaos --count $(N) $(ARGS)
 
 check: install ## ruff, ruff format, mypy --strict, import-linter
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from flows.chaos.scenario import Kind, scenarios
 from flows.config_files import load_config
 from flows.config_reference import config_reference, filled
 from flows.home import Home
@@ -174,6 +175,28 @@ def down() -> None:
     home = Home.current()
     ended = stop(home)
     Console().print(f"The services of {home.root} have ended." if ended else f"No services run for {home.root}.")
+
+
+@app.command(
+    epilog="Examples:\n\n`midflight chaos --count 20`\n\n`midflight chaos --kind torn-file --seed 17 --count 1 --keep`"
+)
+def chaos(
+    count: Annotated[int, typer.Option(min=1, help="How many scenarios; 20 meet every kind.")] = 20,
+    seed: Annotated[int, typer.Option(min=0, help="The first seed; each scenario takes the next.")] = 0,
+    kind: Annotated[list[Kind] | None, typer.Option(help="Only these kinds, in turn. Repeatable.")] = None,
+    at_once: Annotated[int, typer.Option(min=1, help="How many are played beside each other.")] = 2,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the home with logs and stores, and say where.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run the real system on a tiny task under seeded faults, resume it after each, and audit what is left.
+
+    A scenario is a function of its kind and seed. Works in a home of its own with services of its own, and leaves
+    nothing. Exit code 1 when a run broke a promise; the command that repeats it is printed.
+    """
+    from flows.chaos.command import run_chaos
+
+    planned = scenarios(seed, count, kind or ())
+    run_chaos(planned, at_once=at_once, keep=keep, as_json=as_json, console=Console(stderr=as_json))
 
 
 @app.command("config-reference", epilog="Example:\n\n`midflight config-reference > docs/configuration.md`")

@@ -21,3 +21,7 @@ class TrainFailed(MidflightError):
 
 class DemoFailed(MidflightError):
     """The demo could not show what it is meant to show."""
+
+
+class ChaosFailed(MidflightError):
+    """A run under faults broke a promise; the message names the scenarios and how to repeat them."""

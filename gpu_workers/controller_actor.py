@@ -95,7 +95,7 @@ class ControllerActor:
             environments=self._environments(task),
             incarnation=incarnation,
             dataset=task,
-            trainer=RayTrainer(trainers),
+            trainer=RayTrainer(trainers, on_lost=lambda lost: self._controller.parts.state.fail(lost)),
             generator=self._generators,
             bundles=PublishedBundles(store, layout, log, checkpointing=saving[0], snapshots=saving[1]),
             trace=narrated,

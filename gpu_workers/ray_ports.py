@@ -2,15 +2,15 @@
 
 import asyncio
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
 import ray
-from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+from ray.exceptions import ActorDiedError, ObjectLostError, RayActorError, RayTaskError
 
 from gpu_workers.controller.ports import StepResult, WeightsRef
-from storage.errors import ConfigurationError, InfrastructureFailure, MidflightError, RunAlreadyLive
+from storage.errors import ConfigurationError, InfrastructureFailure, MidflightError, RunAlreadyLive, TrainerLost
 
 # An error of an actor's constructor comes back as text only, whose last line names it.
 _REFUSAL = re.compile(r"^(?:storage\.errors\.)?(ConfigurationError|RunAlreadyLive): (.+)$", re.MULTILINE)
@@ -21,10 +21,14 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.5
 
 
 class RayTrainer:
-    """Trainer ranks behind one object: every call goes to all ranks, rank 0 answers."""
+    """Trainer ranks behind one object: every call goes to all ranks, rank 0 answers.
 
-    def __init__(self, ranks: Sequence[Any]) -> None:
+    Any call raises `TrainerLost` once a rank is dead, after `on_lost` was told: no later call can succeed either.
+    """
+
+    def __init__(self, ranks: Sequence[Any], *, on_lost: Callable[[TrainerLost], None]) -> None:
         self._ranks = list(ranks)
+        self._on_lost = on_lost
 
     async def begin_step(self, step: int) -> None:
         """Start the gradients of `step` on all ranks."""
@@ -57,7 +61,7 @@ class RayTrainer:
         """Entries of all ranks. They are asked now and then: a call that waits would keep a rank from training."""
         pause_s = _FIRST_PAUSE_S
         while True:
-            replies = await _all([rank.saved_files.remote(prefix) for rank in self._ranks], "save of the trainer")
+            replies = await self._all([rank.saved_files.remote(prefix) for rank in self._ranks], "save of the trainer")
             if None not in replies:
                 return [entry for entries in replies for entry in entries]
             await asyncio.sleep(pause_s)
@@ -69,14 +73,18 @@ class RayTrainer:
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         calls = [getattr(rank, method).remote(*arguments) for rank in self._ranks]
-        return (await _all(calls, f"{method} of the trainer"))[0]
+        return (await self._all(calls, f"{method} of the trainer"))[0]
 
-
-async def _all(references: Sequence[Any], what: str) -> list[Any]:
-    try:
-        return list(await asyncio.gather(*references))
-    except (RayActorError, RayTaskError, ObjectLostError) as error:
-        raise translate(error, what) from error
+    async def _all(self, references: Sequence[Any], what: str) -> list[Any]:
+        try:
+            return list(await asyncio.gather(*references))
+        except ActorDiedError as error:
+            told = str(error).partition("\n")[0]  # many lines on what may kill processes follow
+            lost = TrainerLost(f"{what} failed: {told} Resume the run: it goes back to the newest snapshot")
+            self._on_lost(lost)
+            raise lost from error
+        except (RayActorError, RayTaskError, ObjectLostError) as error:
+            raise translate(error, what) from error
 
 
 def translate(error: Exception, what: str) -> MidflightError:

@@ -25,6 +25,7 @@ MidflightError
 │   └── EnvironmentRefusal    an environment refused a call, by one of the codes of its control plane
 ├── FinalizationUnknown       a group's rows may or may not have been written; nothing is saved until a restart
 ├── GeneratorLost             a generator died again and again; restarting it does not help
+├── TrainerLost               a trainer rank died, and with it the state that only it had
 ├── RunStalled                nothing got any further for too long
 ├── BatchIncomplete           a train step waits for groups that can never come
 └── BrokenInvariant           a promise of the program itself does not hold: stop at once
@@ -182,6 +183,12 @@ class FinalizationUnknown(MidflightError):
 
 class GeneratorLost(MidflightError):
     """No generator is left: each died more often in a row than it may, or can't be started."""
+
+    mended_by_resume = True
+
+
+class TrainerLost(MidflightError):
+    """A trainer rank died: model and optimizer are gone as far as no checkpoint holds them."""
 
     mended_by_resume = True
 

@@ -20,6 +20,8 @@ from storage.errors import (
     StoreUnavailable,
     StoreUnsuitable,
 )
+from storage.fault_points import injection
+from storage.faulty_backend import FaultyBackend
 from storage.store_refusals import refusal
 
 T = TypeVar("T")
@@ -207,19 +209,25 @@ def open_store(url: str, *, deadline_s: float = 60) -> Store:
     Credentials and endpoints come from the environment (`AWS_ENDPOINT_URL`, fsspec's own configuration).
     Raises ConfigurationError for a protocol that isn't known or not installed.
     """
+    shown, backend = _backend_at(url, deadline_s)
+    faults = injection()
+    return GuardedStore(shown, backend if faults is None else FaultyBackend(backend, faults), deadline_s=deadline_s)
+
+
+def _backend_at(url: str, deadline_s: float) -> tuple[str, Backend]:
+    """The URL as it is shown, and the backend there."""
     protocol, separator, rest = url.partition("://")
     if not separator or protocol in ("file", "local"):
         root = Path(rest if separator else url).expanduser().absolute()
-        return GuardedStore(str(root), LocalBackend(root), deadline_s=deadline_s)
+        return str(root), LocalBackend(root)
     if protocol == "memory":
         with _MEMORY_LOCK:
-            memory = _MEMORY.setdefault(rest, MemoryBackend())
-        return GuardedStore(url, memory, deadline_s=deadline_s)
+            return url, _MEMORY.setdefault(rest, MemoryBackend())
     try:
         filesystem, root_path = fsspec.core.url_to_fs(url, **_options(protocol, deadline_s))
     except (ImportError, ValueError) as error:
         raise ConfigurationError(f"store.url {url}: {error}; install the fsspec driver or correct the URL") from error
-    return GuardedStore(url, ObjectBackend(filesystem, root_path), deadline_s=deadline_s)
+    return url, ObjectBackend(filesystem, root_path)
 
 
 def _options(protocol: str, deadline_s: float) -> dict[str, Any]:

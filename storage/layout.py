@@ -4,6 +4,22 @@ import re
 from dataclasses import dataclass
 
 _SLOT = re.compile(r"(?P<sequence>[0-9]{8})\.json")
+_KINDS = {
+    "run.json": "run-record",
+    "manifests": "manifest",
+    "parts": "part",
+    "state": "table",
+    "checkpoints": "model-file",
+    "verifications": "verdict",
+    "trace": "trace",
+    "owners": "sign-of-life",
+}
+
+
+def run_and_kind(path: str) -> tuple[str, str | None]:
+    """The run that a path belongs to, and what kind of file lies there; None for what no run writes."""
+    run, _, rest = path.partition("/")
+    return run, _KINDS.get(rest.partition("/")[0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from storage.errors import StoreError
+from storage.fault_points import planned_faults
 from storage.filesystem import Store
 from storage.layout import RunLayout
 
@@ -53,6 +54,8 @@ class TraceWriter:
         self._sink: _Sink = _Segments(store, layout, process) if path is None else _File(path)
         self._thread = threading.Thread(target=self._write_all, name="midflight-trace", daemon=True)
         self._thread.start()
+        if (faults := planned_faults(layout.run)) is not None:
+            self.record("faults_planned", faults=faults)
 
     def record(self, event: str, **fields: Any) -> None:
         """Append one event with the wall-clock time of this call."""

@@ -1,12 +1,15 @@
 """What the pages say about configuration is what the code declares."""
 
+import re
 from pathlib import Path
 
 import pytest
 
+from flows.chaos.scenario import Kind
 from flows.config_files import known_keys, load_config
 from flows.config_reference import config_reference, filled, key_table
 from storage.errors import ConfigurationError
+from storage.fault_points import POINTS
 from storage.run_config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,3 +53,10 @@ def test_a_page_that_names_an_unknown_key_is_refused() -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)
 def test_every_example_is_a_valid_configuration(path: Path) -> None:
     assert isinstance(load_config(path), RunConfig)
+
+
+def test_the_page_on_chaos_has_every_kind_and_every_point() -> None:
+    page = (ROOT / "docs/chaos.md").read_text()
+    rows = dict(re.findall(r"^\| `([a-z:-]+)` \| (.*) \|$", page, flags=re.MULTILINE))
+    assert rows.keys() == {*Kind, *POINTS}
+    assert {point: rows[point] for point in POINTS} == POINTS

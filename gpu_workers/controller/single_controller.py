@@ -40,6 +40,7 @@ from gpu_workers.controller.watchdog import Watchdog
 from gpu_workers.controller.weight_sync import WeightSync
 from gpu_workers.environments.ports import EnvironmentControl
 from storage.errors import BrokenInvariant, ConfigurationError, MidflightError, StaleIncarnation
+from storage.fault_points import reached
 from storage.identity import identity
 from storage.manifests import Anchor
 from storage.run_config import RunConfig
@@ -138,6 +139,7 @@ class SingleController:
                 return self._started[1]
             self._require_unrestored(f"restore link '{link}'")
             self._state = ControllerState.RESTORING
+            reached(f"restore:{link.replace('_', '-')}", self.parts.config.name)
             if link != "redispatch":
                 return await self._restorer.run_link(link, plan)
             follows_silent_life = await asyncio.to_thread(self._bundles.follows_silent_life, plan.target)

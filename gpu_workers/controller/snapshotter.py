@@ -16,6 +16,7 @@ from gpu_workers.controller.environment_checkpoint import EnvironmentCheckpoint
 from gpu_workers.controller.parts import RolloutParts
 from gpu_workers.controller.trainer_checkpoints import TrainerCheckpoints
 from storage.errors import BrokenInvariant
+from storage.fault_points import reached
 
 _NO_ANCHOR = "missing_trainer_anchor"
 _COMMITTING = "optimizer_commit_in_progress"
@@ -87,6 +88,8 @@ class RolloutSnapshotter:
         if not state.recorded.lead_from(anchor.step, to=state.rollout_step):
             return SnapshotOutcome(number, "skipped", _NO_ANCHOR)
         async with self._environment.snapshot(str(number)) as environment:
+            if environment is not None:
+                reached("snapshot:environment-closed", self._parts.config.name)
             if state.in_commit_window or state.train_steps != trainer_step:
                 return SnapshotOutcome(number, "skipped", _MOVED)
             captured = await self._publisher.capture(model_step=anchor.step, environment=environment)
@@ -97,8 +100,10 @@ class RolloutSnapshotter:
                 f"the snapshot would stand on the model of step {captured.state.model_step}, but step {anchor.step} is "
                 "the durable one"
             )
+        reached("snapshot:cut", self._parts.config.name)
         started = time.perf_counter()
         manifest = await self._publisher.publish_snapshot(captured)
+        reached("snapshot:published", self._parts.config.name)
         self._saved_version = captured.mutation_version
         facts = {**captured.facts(), "write_s": time.perf_counter() - started, "step": manifest.step}
         return SnapshotOutcome(number, "completed", "", manifest.sequence, facts)

@@ -20,7 +20,8 @@ from gpu_workers.controller.row_store import gather
 from gpu_workers.controller.stale_groups import StaleGroups
 from gpu_workers.controller.step_demand import StepDemand
 from gpu_workers.controller.weight_sync import WeightSync
-from storage.errors import BatchIncomplete, BrokenInvariant, StepOutOfOrder
+from storage.errors import BatchIncomplete, BrokenInvariant, StepOutOfOrder, TrainerLost
+from storage.fault_points import reached
 from storage.records import BufferedGroup
 from storage.rows import RowHandle
 
@@ -177,11 +178,15 @@ class TrainPump:
         state.in_commit_window = True
         try:
             result = await self._trainer.finish_step(step)
+            reached("step:optimizer-moved", parts.config.name)
             async with parts.barrier.mutation("commit_step") as mutation:
                 self._let_go(mutation, step, groups)
                 state.shortfall.pop(state.trainer_version, None)
                 state.train_steps = step
                 state.trainer_version += 1
+        except TrainerLost as lost:  # whatever its optimizer did is gone with it
+            state.fail(lost)
+            raise
         except BaseException as error:
             unknown = BrokenInvariant(
                 f"train step {step} failed inside its commit window ({error}); whether the optimizer moved is unknown: "
@@ -191,6 +196,7 @@ class TrainPump:
             raise unknown from error
         state.in_commit_window = False
         state.changed.notify()
+        reached("step:committed", parts.config.name)
         return result
 
     def _let_go(self, mutation: Mutation, step: int, groups: Sequence[BufferedGroup]) -> None:

@@ -17,6 +17,7 @@ from gpu_workers.controller.checkpoint_schedule import Trigger
 from gpu_workers.controller.parts import RolloutParts
 from gpu_workers.controller.ports import Trainer
 from storage.errors import BrokenInvariant
+from storage.fault_points import reached
 from storage.manifests import Anchor, FileEntry
 
 
@@ -129,6 +130,7 @@ class TrainerCheckpoints:
             )
         prefix = publisher.checkpoint_prefix(step)
         await self._trainer.begin_save(prefix)
+        reached("checkpoint:begun", self._parts.config.name)
         writes = asyncio.ensure_future(self._trainer.finish_save(prefix))
         self._pending = _Pending(captured, prefix, trigger, metrics, writes)
 
@@ -149,6 +151,7 @@ class TrainerCheckpoints:
         self._pending = None
 
     async def _publish(self, pending: _Pending) -> None:
+        reached("checkpoint:written", self._parts.config.name)
         publisher, captured = self._publisher, pending.captured
         files = [FileEntry(**entry) for entry in pending.writes.result()]
         if pending.metrics:

@@ -4,6 +4,7 @@ import time
 
 from gpu_workers.controller.parts import RolloutParts
 from gpu_workers.controller.ports import Generator, Trainer
+from storage.fault_points import reached
 
 
 class WeightSync:
@@ -21,6 +22,7 @@ class WeightSync:
             return
         started = time.perf_counter()
         weights = await self._trainer.publish_weights(version)
+        reached("weights:published", self._parts.config.name)
         timings = await self._generator.load_weights(weights)
         self._synced = version
         self._parts.state.generator_version = version

@@ -11,7 +11,19 @@ from storage.layout import RunLayout
 from storage.manifests import ManifestLog
 
 LOOKING = ("runs", "show", "diff", "prune", "fork", "query")
-COMMANDS = ("train", "snapshots", "checkpoint", "verify", "trace", "demo", "up", "down", "config-reference", *LOOKING)
+COMMANDS = (
+    "train",
+    "snapshots",
+    "checkpoint",
+    "verify",
+    "trace",
+    "demo",
+    "chaos",
+    "up",
+    "down",
+    "config-reference",
+    *LOOKING,
+)
 HEAVY = ("prefect", "ray", "torch", "vllm", "transformers", "matplotlib")
 
 

@@ -1,0 +1,1 @@
+"""Chaos testing: the real system on a tiny task under seeded faults, resumed and audited after each."""
