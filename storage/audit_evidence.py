@@ -1,17 +1,13 @@
 """The trace of all lives as evidence: what one life, or one bundle, should have behind it."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 
 from storage.audit_findings import Needs, Suspicion
 from storage.bundle_checks import bundle_suspicions
-from storage.errors import FormatUnsupported, SnapshotCorrupt
-from storage.filesystem import Store
 from storage.history import History, Life, Segment, cut_time_of
-from storage.layout import RunLayout
 from storage.life_checks import LifeEvents, life_suspicions
 from storage.manifests import Manifest
-from storage.snapshot_reader import RestoredBundle, read_bundle
+from storage.snapshot_reader import RestoredBundle
 from storage.trace_index import TraceIndex
 
 
@@ -35,8 +31,7 @@ class Evidence:
             yield Suspicion("bundles of processes without a trace", f"{bundle.manifest.sequence:08d}"), True
             return
         segments = [Segment(life, cut_time_of(bundle.manifest)), *self._history.below(life)]
-        trace, copied = self._index_of(segments), any(segment.life.is_copy for segment in segments)
-        yield from self._judged(life, segments, bundle_suspicions(bundle, trace, segments, copied=copied))
+        yield from self._judged(life, segments, bundle_suspicions(bundle, self._events_of(life), segments))
 
     def is_whole_up_to(self, bundle: Manifest) -> bool:
         """Whether nothing that led to a bundle can be missing from the trace."""
@@ -71,27 +66,3 @@ class Evidence:
         proven = {Needs.NOTHING: True, Needs.OWN: own, Needs.BELOW: all_whole}
         for suspicion in suspicions:
             yield suspicion, proven[suspicion.needs]
-
-
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """The sequences of the bundles that were compared with the trace, and of those that can't be read."""
-
-    read: tuple[int, ...]
-    unread: tuple[int, ...]
-    judged: tuple[tuple[Suspicion, bool], ...]
-
-
-def compare_bundles(store: Store, layout: RunLayout, bundles: Sequence[Manifest], evidence: Evidence) -> Compared:
-    """Compare bundles with the trace, one after the other. What is damaged is for verification to report."""
-    read: list[int] = []
-    judged: list[tuple[Suspicion, bool]] = []
-    for manifest in sorted(bundles, key=lambda bundle: bundle.sequence):
-        try:
-            bundle = read_bundle(store, layout, manifest)
-        except (SnapshotCorrupt, FormatUnsupported):
-            continue
-        read.append(manifest.sequence)
-        judged += evidence.of_bundle(bundle)
-    unread = tuple(bundle.sequence for bundle in bundles if bundle.sequence not in read)
-    return Compared(tuple(read), unread, tuple(judged))

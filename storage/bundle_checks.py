@@ -7,6 +7,7 @@ import numpy as np
 
 from storage.audit_findings import Needs, Suspicion
 from storage.history import Event, Segment
+from storage.life_checks import LifeEvents
 from storage.records import (
     AttemptStatus,
     BufferedGroup,
@@ -27,18 +28,16 @@ _SEALED_OTHERWISE = "results in bundles that differ from what was sealed"
 _PUBLISHED_OTHERWISE = "groups in bundles that differ from what was published"
 
 
-def bundle_suspicions(
-    bundle: RestoredBundle, trace: TraceIndex, segments: Sequence[Segment], *, copied: bool
-) -> Iterator[Suspicion]:
-    """All that a bundle holds and the trace of its writer, and of the lives below, does not say. `segments`: the writer
-    up to the cut, and what it stands on. `copied`: one of them is a fork's copy, without reservations and results.
+def bundle_suspicions(bundle: RestoredBundle, events: LifeEvents, segments: Sequence[Segment]) -> Iterator[Suspicion]:
+    """All that a bundle holds and the trace does not say. `events`: those of its writer. `segments`: the writer up
+    to the cut, and what it stands on.
     """
-    state = bundle.state
+    state, trace = bundle.state, events.own.over(events.below)
     for group in (*state.buffer, *(trained.group for trained in state.trained)):
         yield from _finished(group, bundle.rows, trace)
     yield from _recorded(state.trained, bundle.rows, trace)
     for unfinished in state.ledger:
-        yield from _unfinished(unfinished, trace, copied=copied)
+        yield from _unfinished(unfinished, events, trace)
     yield from _dropped(state.dropped, trace)
     yield from _drops_undone(state, segments)
 
@@ -98,9 +97,10 @@ def _recorded(trained: Sequence[TrainedGroup], rows: Mapping[str, RowHandle], tr
             yield Suspicion("recorded batches that differ from what was trained", str(step))
 
 
-def _unfinished(group: LedgerGroup, trace: TraceIndex, *, copied: bool) -> Iterator[Suspicion]:
+def _unfinished(group: LedgerGroup, events: LifeEvents, trace: TraceIndex) -> Iterator[Suspicion]:
     """A promise was reserved, what runs was dispatched, and what is sealed was sealed so."""
-    if not copied and not trace.has(group.group_id, "group_reserved"):
+    copied = events.copied
+    if not events.is_promised(group.group_id):
         yield Suspicion("groups in bundles that were never reserved", group.group_id, Needs.BELOW)
     for sibling in group.siblings:
         rollout = rollout_id(group.group_id, sibling.generation_index)

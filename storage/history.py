@@ -90,6 +90,7 @@ class History:
     def __init__(self, events: Sequence[Event], slots: Iterable[Manifest | BrokenSlot]) -> None:
         self._manifests = {slot.sequence: slot for slot in slots if isinstance(slot, Manifest)}
         self.lives = _lives(events, self._manifests)
+        self.events = events
 
     def manifest(self, sequence: int) -> Manifest | None:
         """The manifest of a bundle, which stays when its payload is retired; None when it can't be read."""

@@ -55,6 +55,15 @@ class LifeEvents:
         restored = self.own.has(group, "redispatched")
         return restored and (self.copied or self.below.has(rollout_or_group, *kinds))
 
+    def is_promised(self, group: str) -> bool:
+        """Whether a group of the ledger was reserved here, or restored. What the ledger was restored with is launched
+        again before anything else, unless the process ended before.
+        """
+        if self.is_known(group, "group_reserved"):
+            return True
+        launched = next(self.own.about("redispatched"), None) is not None
+        return not launched and (self.copied or self.below.has(group, "group_reserved"))
+
     def was_sealed(self, rollout: str) -> bool:
         """Whether a result is traced. A fork's copy leaves out those of the groups that it was made with."""
         if self.own.has(rollout, "attempt_sealed") or self.below.has(rollout, "attempt_sealed"):
@@ -67,6 +76,7 @@ def life_suspicions(events: LifeEvents) -> Iterator[Suspicion]:
     """All that is wrong with the events of one life."""
     yield from _twice(events)
     yield from _out_of_order(events)
+    yield from _attempts(events)
     yield from _published(events)
     yield from _half_published(events)
     yield from _trained(events)
@@ -94,6 +104,24 @@ def _out_of_order(events: LifeEvents) -> Iterator[Suspicion]:
         begun = {event["attempt"] for event in events.own.of(result["rollout_id"], *STARTS)}
         if result["attempt"] not in begun:
             yield Suspicion("results without a traced dispatch", result["rollout_id"], Needs.OWN)
+
+
+def _attempts(events: LifeEvents) -> Iterator[Suspicion]:
+    """An attempt ends before the next one of its rollout starts, before its group is given up for a failure, and only
+    if it was started.
+    """
+    for rollout in events.own.about(*STARTS, "attempt_abandoned"):
+        started = {int(event["attempt"]) for event in events.own.of(rollout, *STARTS)}
+        ended = {int(event["attempt"]) for event in events.own.of(rollout, *_ENDS)}
+        until = max(started, default=0) + events.own.has(group_of(rollout), "prompt_dropped")
+        if {attempt for attempt in started if attempt < until} - ended:
+            yield Suspicion("attempts without a traced end", rollout, Needs.OWN)
+        failed = (event for event in events.own.of(rollout, "attempt_abandoned") if event["reason"] != "restart")
+        if {int(event["attempt"]) for event in failed} - started:
+            yield Suspicion("failed attempts without a traced dispatch", rollout, Needs.OWN)
+
+
+_ENDS = ("attempt_sealed", "attempt_abandoned", "attempt_refused")
 
 
 def _needs(events: LifeEvents, group: str) -> Needs:
@@ -177,8 +205,8 @@ def _newest_version(published: Event) -> int:
 
 
 def _steps(events: LifeEvents) -> Iterator[Suspicion]:
-    """Steps follow one another, and weights are those of a step. A process trains no step without the weights of the
-    one before it, so that tokens are of versions that the generators were given.
+    """Steps follow one another, weights are those of a step, and no step is trained before the generators were given
+    the weights of the one before it. What a process does before its restore is complete is not looked at.
     """
     steps = [int(event["step"]) for event in events.life.events if event["event"] == "train_step"]
     seen = Counter(steps)
@@ -186,11 +214,13 @@ def _steps(events: LifeEvents) -> Iterator[Suspicion]:
     for step in expected:
         if step not in seen:
             yield Suspicion("train steps missing between others", str(step), Needs.OWN)
-    newest, synced = events.restored_step, set[int]()
+    newest, synced = events.restored_step, {events.model_step}
     published: list[tuple[Event, int]] = []
     for event in events.life.events:
         if event["event"] == "train_step":
             newest = max(newest, int(event["version"]))
+            if int(event["version"]) - 1 not in synced and _tells_weights(events):
+                yield Suspicion("train steps without the weights of the one before", str(event["step"]), Needs.OWN)
         elif event["event"] == "weight_sync":
             synced.add(int(event["version"]))
             if int(event["version"]) > newest:
@@ -198,6 +228,10 @@ def _steps(events: LifeEvents) -> Iterator[Suspicion]:
         elif event["event"] == "group_published":
             published.append((event, newest))
     yield from _versions(published, synced, newest, events.restored_step)
+
+
+def _tells_weights(events: LifeEvents) -> bool:
+    return any(event["event"] == "weight_sync" for event in events.life.events)
 
 
 def _versions(
