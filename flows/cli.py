@@ -121,6 +121,19 @@ def trace(
     show_trace(run, _store_url(store), Console(), steps=steps)
 
 
+@app.command(epilog="Examples:\n\n`midflight audit demo`\n\n`midflight audit demo --store s3://bucket/runs --json`")
+def audit(run: RunName, store: StoreUrl = None, as_json: AsJson = False) -> None:
+    """Account for every prompt and every trained row of a run, from trace, manifests and dataset alone. Exit code 1
+    when a promise is broken.
+
+    Each (prompt, epoch, generation) was trained at most once and none was skipped, every drop is explained, tokens are
+    of weights that were there, and the rows that were trained are those that were sealed.
+    """
+    from flows.audit_command import audit_run
+
+    audit_run(run, _store_url(store), Console(), as_json=as_json)
+
+
 @app.command(
     epilog="Examples:\n\n`midflight demo`\n\n`midflight demo --multi-turn`\n\n"
     "`midflight demo --set algorithm.max_steps=60 --output /tmp/demo`"

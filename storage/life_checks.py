@@ -108,7 +108,7 @@ def _out_of_order(events: LifeEvents) -> Iterator[Suspicion]:
 
 def _attempts(events: LifeEvents) -> Iterator[Suspicion]:
     """An attempt ends before the next one of its rollout starts, before its group is given up for a failure, and only
-    if it was started.
+    if it was started; attempts are numbered from 0.
     """
     for rollout in events.own.about(*STARTS, "attempt_abandoned"):
         started = {int(event["attempt"]) for event in events.own.of(rollout, *STARTS)}
@@ -116,6 +116,8 @@ def _attempts(events: LifeEvents) -> Iterator[Suspicion]:
         until = max(started, default=0) + events.own.has(group_of(rollout), "prompt_dropped")
         if {attempt for attempt in started if attempt < until} - ended:
             yield Suspicion("attempts without a traced end", rollout, Needs.OWN)
+        if events.own.has(group_of(rollout), "group_reserved") and len(started) <= max(started, default=-1):
+            yield Suspicion("attempts missing between others", rollout, Needs.OWN)
         failed = (event for event in events.own.of(rollout, "attempt_abandoned") if event["reason"] != "restart")
         if {int(event["attempt"]) for event in failed} - started:
             yield Suspicion("failed attempts without a traced dispatch", rollout, Needs.OWN)

@@ -11,7 +11,19 @@ from storage.layout import RunLayout
 from storage.manifests import ManifestLog
 
 LOOKING = ("runs", "show", "diff", "prune", "fork", "query")
-COMMANDS = ("train", "snapshots", "checkpoint", "verify", "trace", "demo", "up", "down", "config-reference", *LOOKING)
+COMMANDS = (
+    "train",
+    "snapshots",
+    "checkpoint",
+    "verify",
+    "trace",
+    "audit",
+    "demo",
+    "up",
+    "down",
+    "config-reference",
+    *LOOKING,
+)
 HEAVY = ("prefect", "ray", "torch", "vllm", "transformers", "matplotlib")
 
 
@@ -51,7 +63,7 @@ def test_a_checkpoint_of_a_run_that_is_not_live_is_a_mistake(run_main, monkeypat
 
 
 def test_an_unknown_run_exits_with_one(run_main):
-    for command in ("snapshots", "verify", "trace"):
+    for command in ("snapshots", "verify", "trace", "audit"):
         code, shown = run_main(command, "nobody")
         assert code == FAILURE
         assert "holds no run 'nobody'" in shown
@@ -94,6 +106,7 @@ def test_the_command_line_loads_nothing_heavy():
         "flows.train_command",
         "flows.demo",
         "flows.inspect_command",
+        "flows.audit_command",
         "flows.local_services",
         "flows.store_commands",
     )
