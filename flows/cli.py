@@ -135,6 +135,19 @@ def audit(run: RunName, store: StoreUrl = None, as_json: AsJson = False) -> None
 
 
 @app.command(
+    "restore-plan",
+    epilog="Examples:\n\n`midflight restore-plan demo`\n\n`midflight restore-plan demo --store s3://bucket --json`",
+)
+def restore_plan(run: RunName, store: StoreUrl = None, as_json: AsJson = False) -> None:
+    """Show what a restore of the run would reuse, run again and drop, with the seconds that this will take, and what
+    the last restore came to beside its plan.
+    """
+    from flows.restore_plan_command import show_restore_plan
+
+    show_restore_plan(run, _store_url(store), Console(), as_json=as_json)
+
+
+@app.command(
     epilog="Examples:\n\n`midflight demo`\n\n`midflight demo --multi-turn`\n\n"
     "`midflight demo --set algorithm.max_steps=60 --output /tmp/demo`"
 )

@@ -57,12 +57,14 @@ class LifeEvents:
 
     def is_promised(self, group: str) -> bool:
         """Whether a group of the ledger was reserved here, or restored. What the ledger was restored with is launched
-        again before anything else, unless the process ended before.
+        again before anything else, unless the process ended before; a finished group is promised again by a bundle
+        that saves no rows.
         """
         if self.is_known(group, "group_reserved"):
             return True
         launched = next(self.own.about("redispatched"), None) is not None
-        return not launched and (self.copied or self.below.has(group, "group_reserved"))
+        finished = self.own.has(group, "group_published") or self.below.has(group, "group_published")
+        return (finished or not launched) and (self.copied or self.below.has(group, "group_reserved"))
 
     def was_sealed(self, rollout: str) -> bool:
         """Whether a result is traced. A fork's copy leaves out those of the groups that it was made with."""
