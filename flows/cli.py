@@ -122,6 +122,32 @@ def trace(
     show_trace(run, _store_url(store), Console(), steps=steps)
 
 
+@app.command(epilog="Examples:\n\n`midflight audit demo`\n\n`midflight audit demo --store s3://bucket/runs --json`")
+def audit(run: RunName, store: StoreUrl = None, as_json: AsJson = False) -> None:
+    """Account for every prompt and every trained row of a run, from trace, manifests and dataset alone. Exit code 1
+    when a promise is broken.
+
+    Each (prompt, epoch, generation) was trained at most once and none was skipped, every drop is explained, tokens are
+    of weights that were there, and the rows that were trained are those that were sealed.
+    """
+    from flows.audit_command import audit_run
+
+    audit_run(run, _store_url(store), Console(), as_json=as_json)
+
+
+@app.command(
+    "restore-plan",
+    epilog="Examples:\n\n`midflight restore-plan demo`\n\n`midflight restore-plan demo --store s3://bucket --json`",
+)
+def restore_plan(run: RunName, store: StoreUrl = None, as_json: AsJson = False) -> None:
+    """Show what a restore of the run would reuse, run again and drop, with the seconds that this will take, and what
+    the last restore came to beside its plan.
+    """
+    from flows.restore_plan_command import show_restore_plan
+
+    show_restore_plan(run, _store_url(store), Console(), as_json=as_json)
+
+
 @app.command(
     epilog="Examples:\n\n`midflight demo`\n\n`midflight demo --multi-turn`\n\n"
     "`midflight demo --set algorithm.max_steps=60 --output /tmp/demo`"

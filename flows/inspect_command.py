@@ -71,8 +71,13 @@ def _show_audit(store: Store, layout: RunLayout, console: Console) -> None:
         console.print(str(error))
         return
     console.print(facts_table("Exactly-once audit", audit_facts(found)))
+    require_whole(layout.run, found)
+
+
+def require_whole(run: str, found: Audit) -> None:
+    """Raise BrokenInvariant unless every promise was kept."""
     if found.problems:
-        raise BrokenInvariant(f"the audit of run {layout.run} found: {'; '.join(found.problems)}")
+        raise BrokenInvariant(f"the audit of run {run} found: {'; '.join(found.problems)}")
 
 
 def steps_table(events: list[Event], *, steps: int) -> Table:
@@ -117,12 +122,18 @@ def stop_facts(cost: StopCost) -> dict[str, object]:
 
 
 def audit_facts(found: Audit) -> dict[str, object]:
-    """The audit, for people."""
+    """What was compared and what it came to."""
+    frontier = "nothing published" if found.sequence is None else f"bundle {found.sequence:08d}"
     return {
+        "frontier": frontier,
         "prompts up to the frontier": found.frontier,
-        **{f"owned: {owner}": count for owner, count in found.owners.items()},
-        "trained (prompt, generation) pairs": found.pairs_trained,
-        "trained twice": len(found.trained_twice),
-        "prompts skipped": len(found.skipped),
+        **{f"owned: {owner.replace('_', ' ')}": count for owner, count in found.owners.items()},
+        "trained (prompt, epoch, generation)": found.pairs_trained,
+        "of them with a traced result": found.pairs_sealed,
         "steps rolled back by restores": found.steps_rolled_back,
+        "events compared": found.events,
+        "processes": found.lives,
+        "bundles compared": len(found.bundles),
+        "bundles that can't be read": ", ".join(f"{sequence:08d}" for sequence in found.unread) or "none",
+        "broken promises": len(found.found),
     }

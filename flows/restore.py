@@ -1,6 +1,6 @@
 """Deployment `restore`: one task per link, from choosing a bundle to dispatching the unfinished work.
 
-    select -> verify -> weights -> replay_buffer -> ledger -> spare_prompts -> cursor -> redispatch
+    select -> verify -> plan -> weights -> replay_buffer -> ledger -> spare_prompts -> cursor -> redispatch
 
 Nothing runs until the last link. Retried (from the UI, or by its parent) it goes on at the failed link as long as the
 runtime is the same; on a new runtime all live links run again. Once a person has retried it with success, the `train`
@@ -28,6 +28,7 @@ from flows.tags import tag_with_run
 from storage.run_config import RunConfig
 from tasks.ray_runtime import RayRuntime
 from tasks.reports import publish_restore_report, restore_markdown
+from tasks.restore_artifact import plan_restore
 from tasks.restores import LIVE_LINKS, restore_link, select_bundle, verify_selection
 from tasks.runtime import UNRESTORED_STATES, OwnerIsGone, Runtime, ensure_runtime
 
@@ -68,10 +69,12 @@ async def restore_run(
         get_run_logger().warning("%s", warning)
     plan = {"target": selected["target"], "anchor": selected["anchor"]}
     verified = await verify_selection(config, plan)
+    planned = await plan_restore(config, plan)
     links = {link: await restore_link(runtime, link, plan, status.incarnation) for link in LIVE_LINKS}
     markdown = restore_markdown(config.name, status.incarnation, selected, verified, links)
     await publish_restore_report(markdown, config.name)
-    return {"restored": selected["target"] is not None, "step": selected["step"], "plan": plan, "links": links}
+    facts = {"restored": selected["target"] is not None, "step": selected["step"]}
+    return {**facts, "plan": plan, "planned": planned, "links": links}
 
 
 async def restore_child(config: RunConfig, driver: str, *, key: str, earlier_than: datetime | None) -> FlowRun:

@@ -31,6 +31,7 @@ from storage.filesystem import open_store
 from storage.run_config import RunConfig
 from tasks.ray_runtime import RayRuntime
 from tasks.reports import TrainingReport
+from tasks.restore_artifact import RestoreOutcome
 from tasks.results import forget_results
 from tasks.retries import first_cause, is_mended_by_resume, is_retryable
 from tasks.run_progress import progress_of
@@ -180,6 +181,7 @@ class TrainingLoops:
         self._trained = False
         self._woken = asyncio.Event()
         self._durable_step = 0
+        self._outcome = RestoreOutcome(config)
         self._counts = _Counts(steps=status.train_steps)
 
     async def run(self) -> dict[str, Any]:
@@ -227,6 +229,7 @@ class TrainingLoops:
             self._counts.steps = int(reports[-1]["step"])
             self._counts.reward = reports[-1].get("rewards_mean", self._counts.reward)
         await self._report.add(reports)
+        await self._outcome.refresh()
 
     async def _snapshot(self) -> None:
         """Takes the time, gives numbered attempts to the controller, until the steps are trained.

@@ -14,7 +14,7 @@ from typing import Literal, cast
 from storage.checkpoints import CheckpointFiles
 from storage.errors import BrokenInvariant, ConfigurationError, Fenced
 from storage.filesystem import Store
-from storage.history import Event, History
+from storage.history import COPY_PREFIX, Event, History
 from storage.layout import RunLayout
 from storage.logical_digest import logical_digest
 from storage.manifests import Anchor, FileEntry, Manifest, ManifestLog
@@ -53,7 +53,7 @@ def fork(store: Store, source: RunLayout, sequence: int, new_run: str) -> Fork:
     if new_run in run_names(store):
         raise ConfigurationError(f"store {store.url} holds a run '{new_run}' already: choose another name")
     read = {m.sequence: read_bundle(store, source, m) for m in (anchor, bundle) if m is not None}
-    copy = _Copy(store, source, target_layout, f"fork-{uuid.uuid4().hex[:12]}-of-{source.run}-{sequence:08d}")
+    copy = _Copy(store, source, target_layout, f"{COPY_PREFIX}{uuid.uuid4().hex[:12]}-of-{source.run}-{sequence:08d}")
     copy.trace(read[sequence], read_events(store, source), log)
     try:
         new_anchor = None if anchor is None else copy.publish(read[anchor.sequence], None)
@@ -158,7 +158,7 @@ class _Copy:
 
 
 def _effective(bundle: RestoredBundle, events: Sequence[Event], log: Log) -> Iterator[Event]:
-    """Steps that led to the bundle, groups that they trained or it holds, and attempts that ran at its cut."""
+    """Steps that led to the bundle, groups that they trained or it holds, drops, and attempts that ran at its cut."""
     standing = History(events, log).at_cut(bundle.manifest.sequence)
     steps = {(step.step, step.t) for step in standing.steps}
     trained = [group for step in standing.steps for group in step.group_ids]
@@ -170,6 +170,13 @@ def _effective(bundle: RestoredBundle, events: Sequence[Event], log: Log) -> Ite
         running = event["event"] == "attempt_dispatched" and standing.running.get(event["rollout_id"])
         if running and float(event["t"]) == running:
             yield event
+    yield from _drops({dropped.prompt.group_id for dropped in bundle.state.dropped}, events)
+
+
+def _drops(groups: Iterable[str], events: Sequence[Event]) -> Iterator[Event]:
+    """For each dropped prompt the newest event that says why."""
+    newest = {event["group_id"]: event for event in events if event["event"] in ("prompt_dropped", "group_discarded")}
+    yield from (newest[group] for group in groups if group in newest)
 
 
 def _publications(groups: Iterable[str], events: Sequence[Event], cut_time: float) -> Iterator[Event]:

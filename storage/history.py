@@ -12,6 +12,9 @@ from storage.manifests import BrokenSlot, Manifest
 
 Event = Mapping[str, Any]
 
+# How the writer of a fork's copies begins. Its trace holds what led to the copied cut, and no more.
+COPY_PREFIX = "fork-"
+
 # A process that did none of this died before it was a controller: it undid nothing.
 _WORK = frozenset({"checkpoint_restored", "group_reserved", "attempt_dispatched", "group_published", "train_step"})
 
@@ -35,6 +38,16 @@ class Life:
     restored: Event | None
 
     @property
+    def is_copy(self) -> bool:
+        """Whether it is no process, but what a fork copied: steps, publications, drops and running attempts."""
+        return self.run_process.startswith(COPY_PREFIX)
+
+    @property
+    def has_all_events(self) -> bool:
+        """Whether its store took every event. What a kill lost is not known here."""
+        return all(event["event"] != "trace_lost" for event in self.events)
+
+    @property
     def started_at(self) -> float:
         """Time of the first event, in Unix seconds."""
         return float(self.events[0]["t"])
@@ -43,6 +56,21 @@ class Life:
     def ended_at(self) -> float:
         """Time of the last event, in Unix seconds."""
         return float(self.events[-1]["t"])
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A life up to a cut (Unix seconds), at which a bundle of it was restored or is looked at."""
+
+    life: Life
+    cut_time: float
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the trace surely holds all that led to the cut. A kill may lose the last events of a process, and a
+        store that takes none for long any of them.
+        """
+        return self.life.has_all_events and self.cut_time <= self.life.ended_at
 
 
 @dataclass(slots=True)
@@ -62,6 +90,7 @@ class History:
     def __init__(self, events: Sequence[Event], slots: Iterable[Manifest | BrokenSlot]) -> None:
         self._manifests = {slot.sequence: slot for slot in slots if isinstance(slot, Manifest)}
         self.lives = _lives(events, self._manifests)
+        self.events = events
 
     def manifest(self, sequence: int) -> Manifest | None:
         """The manifest of a bundle, which stays when its payload is retired; None when it can't be read."""
@@ -80,7 +109,7 @@ class History:
         life = None if manifest is None else self._life_of(manifest)
         if manifest is None or life is None:
             return Standing()
-        cut_time = manifest.cut_time if manifest.cut_time is not None else manifest.created_at
+        cut_time = cut_time_of(manifest)
         standing = self._base_of(life)
         for event in life.events:
             if event["event"] == "train_step" and int(event["step"]) <= manifest.step:
@@ -88,6 +117,25 @@ class History:
             elif float(event["t"]) <= cut_time:
                 _apply_attempt(standing, event)
         return standing
+
+    def writer_of(self, manifest: Manifest) -> Life | None:
+        """The life that wrote a bundle; None when it left no trace."""
+        return self._life_of(manifest)
+
+    def below(self, life: Life) -> list["Segment"]:
+        """What a life stands on, newest first: earlier lives, each up to the cut that the next one restored."""
+        found: list[Segment] = []
+        while (segment := self._restored_by(life)) is not None and segment.life not in [s.life for s in found]:
+            found.append(segment)
+            life = segment.life
+        return found
+
+    def _restored_by(self, life: Life) -> "Segment | None":
+        if life.restored is None or life.restored["sequence"] is None:
+            return None
+        manifest = self._manifests.get(int(life.restored["sequence"]))
+        writer = None if manifest is None else self._life_of(manifest)
+        return None if manifest is None or writer is None else Segment(writer, cut_time_of(manifest))
 
     def _end_of(self, life: Life) -> Standing:
         standing = self._base_of(life)
@@ -113,6 +161,11 @@ class History:
         earlier = [life for life in self.lives if life.started_at <= manifest.created_at]
         found = named or earlier
         return found[-1] if found else None
+
+
+def cut_time_of(manifest: Manifest) -> float:
+    """When a bundle was cut, in Unix seconds."""
+    return manifest.cut_time if manifest.cut_time is not None else manifest.created_at
 
 
 def trained_step(event: Event) -> TrainedStep:

@@ -29,12 +29,14 @@ def _calls(order, index, attempt, turns, **changes):
     return pa.RecordBatch.from_pylist(rows, schema=STAGED_CALLS)
 
 
-def _two_turns(world, *, broken=lambda order, index: False, **changes):
-    """Every rollout has two calls; the second one of a `broken` rollout has other values."""
+def _two_turns(world, *, broken=lambda order, index: False, newest=1, **changes):
+    """Every rollout has two calls, whose tokens are of versions 0 and `newest`; the second one of a `broken` rollout
+    has other values.
+    """
 
     def result(order, index, attempt):
         prompt = list(order.prompt.token_ids)
-        turns = [(prompt, [11, 12], [0], [0]), ([*prompt, 11, 12, 40, 41], [13, 14, 15], [0, 1], [0, 1])]
+        turns = [(prompt, [11, 12], [0], [0]), ([*prompt, 11, 12, 40, 41], [13, 14, 15], [0, 1], [0, newest])]
         changed = changes if broken(order, index) else {}
         return SiblingResult(index, attempt, calls=_calls(order, index, attempt, turns, **changed), reward=0.5)
 
@@ -119,7 +121,7 @@ async def test_scenario_28_a_group_of_which_nothing_can_be_trained_is_dropped_an
     world = make_world(async_rl={"on_dropped_prompt": policy})
     world.boot()
     lost = world.passed_by(2)[1]
-    _two_turns(world, broken=lambda order, index: order.group_id == lost, turn=2)
+    _two_turns(world, broken=lambda order, index: order.group_id == lost, newest=0, turn=2)
     controller = await world.restore(world.plan())
     await world.settle(lambda: len(controller.parts.buffer) == 8 - (policy == "shrink"))
     parts = controller.parts

@@ -17,6 +17,7 @@ COMMANDS = (
     "checkpoint",
     "verify",
     "trace",
+    "audit",
     "demo",
     "chaos",
     "up",
@@ -63,7 +64,7 @@ def test_a_checkpoint_of_a_run_that_is_not_live_is_a_mistake(run_main, monkeypat
 
 
 def test_an_unknown_run_exits_with_one(run_main):
-    for command in ("snapshots", "verify", "trace"):
+    for command in ("snapshots", "verify", "trace", "audit", "restore-plan"):
         code, shown = run_main(command, "nobody")
         assert code == FAILURE
         assert "holds no run 'nobody'" in shown
@@ -106,6 +107,8 @@ def test_the_command_line_loads_nothing_heavy():
         "flows.train_command",
         "flows.demo",
         "flows.inspect_command",
+        "flows.audit_command",
+        "flows.restore_plan_command",
         "flows.local_services",
         "flows.store_commands",
     )

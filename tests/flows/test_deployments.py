@@ -29,7 +29,7 @@ def test_a_deployment_is_an_async_flow_of_its_name_by_module(deployment):
 def test_the_deployments_that_are_called_exist():
     names = {f"{deployment['name']}/{deployment['name']}" for deployment in DEPLOYMENTS}
     assert {TRAIN, RESTORE_DEPLOYMENT, RESUME_GUARD} <= names
-    expected = "train", "restore", "snapshot", "checkpoint", "verify", "prune", "report", "resume-guard"
+    expected = "train", "restore", "snapshot", "checkpoint", "verify", "prune", "report", "audit", "resume-guard"
     assert names == {f"{name}/{name}" for name in expected}
 
 

@@ -62,6 +62,8 @@ def batch_of(kind: RowKind, rows: list[dict[str, Any]]) -> pa.RecordBatch:
 class Make:
     """Small, whole records with rows that belong to them."""
 
+    version = 3  # of the weights that finished groups are of
+
     def prompt(self, prompt_id: int, *, epoch: int = 0) -> PromptRef:
         return PromptRef(prompt_id, epoch, f"{prompt_id:064x}")
 
@@ -78,7 +80,7 @@ class Make:
                 "loss_mask": [False, False, True, True],
                 "logprobs": [0.0, 0.0, -0.1 * index, -1.5],
                 "version_starts": [0, 2],
-                "versions": [-1, 3],
+                "versions": [-1, self.version],
                 "reward": 0.1 + index,
                 "masked": False,
                 "finish_reason": "stop",
@@ -98,7 +100,7 @@ class Make:
             row_ids=tuple(rows),
             rewards=(0.1, 1.1),
             num_tokens=4,
-            version_tokens=((3, 4),),
+            version_tokens=((self.version, 4),),
         )
         return group, rows
 
@@ -248,10 +250,8 @@ class Run:
     def checkpoint(self, step: int, *, buffered: tuple[int, ...] = (), **state: Any) -> Manifest:
         """Publish a trainer checkpoint with two model files."""
         files = CheckpointFiles(self.store, self.layout.checkpoint(step, self.log.writer))
-        entries = (
-            files.put("model.safetensors", f"weights of step {step}".encode() * 20, "weights"),
-            files.put("trainer.json", f'{{"step": {step}}}'.encode(), "optimizer"),
-        )
+        weights = files.put("model.safetensors", f"weights of step {step}".encode() * 20, "weights")
+        entries = (weights, files.put("trainer.json", f'{{"step": {step}}}'.encode(), "optimizer"))
         whole, rows = self.make.state(buffered=buffered, **{"progress": Progress(train_steps=step), **state})
         captured = self.bundle(whole, rows, kind="trainer_checkpoint", step=step, files=entries)
         return self.writer.write(replace(captured, anchor=None))

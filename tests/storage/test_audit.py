@@ -10,8 +10,8 @@ import pytest
 from storage.audit import Audit, account
 from storage.filesystem import Store
 from storage.manifests import Manifest
-from storage.records import DroppedPrompt, Progress, SourcePosition, TrainedGroup
-from storage.trace_analysis import batch_age, stop_cost
+from storage.records import DroppedPrompt, Progress, SourcePosition, TrainedGroup, rollout_id
+from storage.trace_analysis import stop_cost
 from storage.trace_reader import read_events
 
 PROMPTS = 12
@@ -31,7 +31,10 @@ class Simulation:
         """A new controller process, on top of a bundle or empty."""
         self._lives += 1
         self.run = self._open_run(self.store, writer=f"life-{self._lives}").claim()
+        self.run.make.version = 0
         self._lines: list[str] = []
+        self._known: set[str] = set()
+        self._attempts: dict[str, int] = {}
         self.clock += 10
         self.record("run_started")
         if restored is not None:
@@ -43,6 +46,18 @@ class Simulation:
                 step=restored.step,
                 steps_to_replay=restored.step - (0 if anchor is None else anchor.step),
             )
+            self._redispatch(restored)
+
+    def _redispatch(self, restored: Manifest) -> None:
+        """Sealed siblings of the restored ledger are kept, the others get their next attempt."""
+        for group in self.run.read(restored).state.ledger:
+            self.record("redispatched", group_id=group.group_id)
+            self._known.add(group.group_id)
+            for sibling in group.siblings:
+                rollout = rollout_id(group.group_id, sibling.generation_index)
+                self._attempts[rollout] = sibling.attempt + 1
+                if sibling.sealed is not None:
+                    self._known |= {f"dispatched {rollout}", f"sealed {rollout}"}
 
     def record(self, event: str, **fields: Any) -> None:
         self.clock += 1
@@ -50,15 +65,30 @@ class Simulation:
         self._lines.append(json.dumps(line) + "\n")
         self.store.write(self.run.layout.trace(f"life-{self._lives}"), "".join(self._lines).encode())
 
+    def reserve(self, prompt: int) -> None:
+        if self._is_new(f"e0-p{prompt}"):
+            self.record("group_reserved", group_id=f"e0-p{prompt}")
+            self.record("group_admitted", group_id=f"e0-p{prompt}")
+
     def dispatch(self, prompt: int, *indices: int) -> None:
-        for index in indices:
-            self.record("attempt_dispatched", rollout_id=f"e0-p{prompt}_g{index}", attempt=0)
+        self.reserve(prompt)
+        for rollout in (f"e0-p{prompt}_g{index}" for index in indices):
+            if self._is_new(f"dispatched {rollout}"):
+                self.record("attempt_dispatched", rollout_id=rollout, attempt=self._attempts.get(rollout, 0))
 
     def seal(self, prompt: int, *indices: int) -> None:
-        for index in indices:
-            self.record("attempt_sealed", rollout_id=f"e0-p{prompt}_g{index}", attempt=0, num_tokens=10 + index)
+        for rollout in (f"e0-p{prompt}_g{index}" for index in indices):
+            if self._is_new(f"sealed {rollout}"):
+                attempt = self._attempts.get(rollout, 0)
+                self.record("attempt_sealed", rollout_id=rollout, attempt=attempt, num_tokens=2)
 
-    def publish(self, *prompts: int, versions: Sequence[tuple[int, int]] = ((0, 21),)) -> None:
+    def _is_new(self, fact: str) -> bool:
+        """Whether this process has not recorded it yet."""
+        is_new = fact not in self._known
+        self._known.add(fact)
+        return is_new
+
+    def publish(self, *prompts: int, versions: Sequence[tuple[int, int]] = ((0, 4),)) -> None:
         for prompt in prompts:
             self.dispatch(prompt, 0, 1)
             self.seal(prompt, 0, 1)
@@ -68,7 +98,8 @@ class Simulation:
                 prompt_id=prompt,
                 epoch=0,
                 version_tokens=[list(pair) for pair in versions],
-                rewards=[0.0, 1.0],
+                num_tokens=sum(count for _, count in versions),
+                rewards=[0.1, 1.1],
             )
 
     def train(self, step: int, *prompts: int, **more: Any) -> None:
@@ -134,8 +165,7 @@ def _stopped_and_resumed(simulation: Simulation, *, set_back: float = 0.0) -> No
     simulation.dispatch(3, 0, 1)
     simulation.seal(3, 0)
     snapshot = simulation.snapshot(taken=4, buffered=(2,), ledger=(3,), anchor=first)
-    simulation.seal(3, 1)
-    simulation.publish(4)
+    simulation.publish(3, 4)
     simulation.train(2, 2, 3)
     simulation.clock -= set_back
     simulation.start(snapshot, anchor=first)
@@ -201,10 +231,13 @@ def test_a_stop_beyond_the_checkpoint_costs_the_steps_that_were_not_recorded(sim
 
 
 def test_every_owner_counts(simulation: Simulation) -> None:
-    simulation.publish(0, 1)
+    simulation.publish(0, 1, 2)
     simulation.train(1, 0, 1)
     make = simulation.run.make
     anchor = simulation.checkpoint(1, taken=2)
+    simulation.dispatch(3, 0, 1)
+    simulation.seal(3, 0)
+    simulation.record("prompt_dropped", group_id="e0-p5", reason="gone")
     dropped = (DroppedPrompt(make.prompt(5), "gone", None),)
     simulation.snapshot(taken=6, buffered=(2,), ledger=(3,), anchor=anchor, spares=(make.prompt(4),), dropped=dropped)
     audit = simulation.account()
@@ -213,7 +246,7 @@ def test_every_owner_counts(simulation: Simulation) -> None:
 
 
 def test_a_skipped_prompt_is_found(simulation: Simulation) -> None:
-    simulation.publish(0, 2)
+    simulation.publish(0, 2, 3)
     simulation.train(1, 0, 2)
     simulation.checkpoint(1, taken=4, buffered=(3,))
     audit = simulation.account()
@@ -311,8 +344,9 @@ def test_what_a_stop_cost_equals_sums_made_by_hand(simulation: Simulation) -> No
     assert (cost.groups_reused, cost.groups_unfinished) == (1, 1)
     assert (cost.siblings_reused, cost.siblings_rerun) == (1, 1)
     assert cost.tokens_kept == 4 + 2
-    assert cost.tokens_lost == sum(late) == 11 + 21
-    assert cost.to_first_dispatch_s == 2
+    assert cost.tokens_lost == sum(late) == 2 + 2 * 2
+    first = next(event["t"] for event in after if event["event"] == "attempt_dispatched")
+    assert cost.to_first_dispatch_s == first - after[0]["t"]
 
 
 def test_a_second_stop_does_not_count_what_the_first_one_lost(simulation: Simulation) -> None:
@@ -321,7 +355,7 @@ def test_a_second_stop_does_not_count_what_the_first_one_lost(simulation: Simula
     simulation.start(target, anchor=simulation.run.log.read()[1])
     first, second = stop_cost(simulation.store, simulation.run.layout)
     assert second.sequence == first.sequence == target.sequence
-    assert (first.tokens_lost, second.tokens_lost) == (32, 21)
+    assert (first.tokens_lost, second.tokens_lost) == (6, 2)
 
 
 def test_a_process_that_died_while_it_restored_undid_nothing(simulation: Simulation) -> None:
@@ -346,25 +380,3 @@ def test_costs_are_known_after_the_restored_bundle_was_retired(simulation: Simul
 def test_a_run_that_never_stopped_has_no_costs(simulation: Simulation) -> None:
     simulation.publish(0)
     assert stop_cost(simulation.store, simulation.run.layout) == []
-
-
-def test_batch_age_equals_an_independent_sum(simulation: Simulation) -> None:
-    simulation.publish(0, versions=((0, 30), (1, 10)))
-    simulation.publish(1, versions=((2, 5),))
-    simulation.publish(2, 3, versions=((2, 7), (3, 7)))
-    simulation.train(3, 0, 1)
-    simulation.train(4, 2, 3)
-    third, fourth = batch_age(read_events(simulation.store, simulation.run.layout))
-    assert (third.step, third.version, third.num_tokens) == (3, 2, 45)
-    assert third.batch_age == pytest.approx((30 * 2 + 10 * 1 + 5 * 0) / 45)
-    assert fourth.batch_age == pytest.approx((14 * 1 + 14 * 0) / 28)
-
-
-def test_a_step_that_was_trained_again_has_the_age_it_was_trained_at_last(simulation: Simulation) -> None:
-    simulation.publish(0, versions=((0, 10),))
-    simulation.train(2, 0)
-    simulation.start()
-    simulation.publish(0, versions=((1, 10),))
-    simulation.train(2, 0)
-    (age,) = batch_age(read_events(simulation.store, simulation.run.layout))
-    assert age.batch_age == 0.0
