@@ -13,6 +13,7 @@ from flows.failures import DeploymentFailed, ServicesFailed, TrainFailed
 from flows.home import Home
 from flows.local_services import local_services, require_services
 from flows.preflight import check, refuse_another_dataset, refuse_when_held, trained_steps
+from flows.restore_plan_command import show_outcome, show_plan
 from flows.service_state import ServiceState
 from storage.run_config import RunConfig
 
@@ -31,11 +32,16 @@ def train_run(config: RunConfig, console: Console, *, take_over: bool = False) -
     if (steps := trained_steps(config)) >= config.algorithm.max_steps:
         console.print(f"{config.name} is trained already: {steps} steps; raise algorithm.max_steps to train on")
         return
+    with console.status("Looking what a restore would come to"):
+        planned = show_plan(config, console)
     with deployed_services(home, console) as state:
         try:
             asyncio.run(_train(config, home, state, console, take_over))
         except asyncio.CancelledError:  # by SIGTERM; Ctrl-C arrives as a KeyboardInterrupt already
             raise KeyboardInterrupt from None
+        finally:
+            if planned is not None:
+                show_outcome(config, planned, console)
 
 
 @contextmanager

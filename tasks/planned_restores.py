@@ -54,8 +54,12 @@ def plan_for(store: Store, layout: RunLayout, target: Manifest, config: RunConfi
     return PlannedRestore(target.sequence, target.kind, target.step, figures)
 
 
-def last_restore(store: Store, layout: RunLayout, config: RunConfig) -> PastRestore | None:
-    """What the newest process that restored something came to; None when none has. Raises StoreUnavailable."""
+def last_restore(
+    store: Store, layout: RunLayout, config: RunConfig, *, turn_tokens: int | None = None
+) -> PastRestore | None:
+    """What the newest process that restored something came to; None when none has. `turn_tokens`: those of a plan that
+    was made before; without it, the plan is made again from the bundle while that is there. Raises StoreUnavailable.
+    """
     log = read_log(store, layout)
     history = History(read_events(store, layout), log)
     restored = [life for life in history.lives if life.restored is not None and life.restored["sequence"] is not None]
@@ -66,9 +70,10 @@ def last_restore(store: Store, layout: RunLayout, config: RunConfig) -> PastRest
     before = {earlier.run_process for earlier in history.lives[: history.lives.index(life)]}
     earlier = History([event for event in history.events if event["run_process"] in before], log)
     plan = None
-    if target in [bundle for kind in live_bundles(log) for bundle in kind]:
+    if turn_tokens is None and target in [bundle for kind in live_bundles(log) for bundle in kind]:
         plan = _planned(store, layout, target, earlier, config)
-    outcome = outcome_of(history, life, turn_tokens=0 if plan is None else plan.turn_tokens)
+    kept = turn_tokens if plan is None else plan.turn_tokens
+    outcome = outcome_of(history, life, turn_tokens=kept or 0)
     return None if outcome is None else PastRestore(target.sequence, target.step, plan, outcome)
 
 
