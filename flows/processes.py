@@ -6,14 +6,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from random import SystemRandom
 from typing import Any
 
 import psutil
 
 POLL_S = 0.05
 _SAME_START_S = 0.05
+_OWN_PORTS = (20_000, 32_000)
+_RANDOM = SystemRandom()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +139,15 @@ def kill(identity: ProcessId) -> bool:
 
 
 def free_port() -> int:
-    """A loopback TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A loopback TCP port that nobody listens on now. The system gives none of these to connections, so that a server
+    which dies finds its port free again; Ray's workers listen below them.
+    """
+    while True:
+        port = _RANDOM.randrange(*_OWN_PORTS)
+        with socket.socket() as probe, suppress(OSError):
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def listens_on(process: ProcessId, port: int) -> bool:

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from flows.processes import free_port
 from gpu_workers.environments.environment_task import EnvironmentTask
 from gpu_workers.environments.http_messages import TOKEN_VARIABLE
 from gpu_workers.environments.served import ServedEpisodes, control_of, served_instances
@@ -26,9 +26,7 @@ class Server:
     """`python -m gpu_workers.environments.http_server`, which can be killed and started again on its port."""
 
     def __init__(self, instance: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._instance = instance
         self.start()

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 import httpx
 import pytest
 
+from flows.processes import free_port
 from gpu_workers.environments.control_plane import ControlPlane
 from gpu_workers.environments.episode_table import EpisodeTable
 from gpu_workers.environments.http_control import EnvironmentConnection, HttpEnvironmentControl, HttpEpisodes
@@ -129,9 +129,7 @@ def servers() -> Iterator[list[subprocess.Popen[bytes]]]:
 async def test_after_a_kill_the_old_connection_fails_and_a_new_one_restores_the_episode(
     servers: list[subprocess.Popen[bytes]],
 ) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     episode, task = EpisodeId("e0-p0_g0", 0), EpisodeTask("running_sum", "{}", 3, 0, 60.0)
     await _start(servers, port)
     async with EnvironmentConnection(f"http://127.0.0.1:{port}", TOKEN) as old:

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -142,8 +143,11 @@ def test_a_tied_process_has_default_signals_whatever_its_parent_ignored(start, t
     assert str(signal.SIG_IGN) not in shown_handlers
 
 
-def test_a_free_port_is_on_nobodys_list():
-    assert free_port() != free_port()
+def test_a_free_port_is_on_nobodys_list_and_no_connection_is_given_it():
+    lowest, _ = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    ports = {free_port() for _ in range(50)}
+    assert len(ports) > 40
+    assert max(ports) < lowest
 
 
 def test_the_tail_of_a_missing_log_says_so(tmp_path):

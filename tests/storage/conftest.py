@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from flows.processes import free_port
 from storage.canonical import canonical_json, sha256
 from storage.catalog import Selection, select
 from storage.checkpoints import CheckpointFiles
@@ -344,9 +344,7 @@ def stopping() -> Callable[..., StoppingStore]:
 @contextlib.contextmanager
 def _s3_server(**settings: str) -> Iterator[str]:
     """A real S3 server process with a bucket `midflight`; yields its address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     address = f"http://127.0.0.1:{port}"
     server = subprocess.Popen(
         [sys.executable, "-c", "from moto.server import main; main()", "-H", "127.0.0.1", "-p", str(port)],

@@ -6,7 +6,6 @@ run. Two sequences at a time keep episodes at all of their turns.
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from flows.processes import free_port
 from gpu_workers.environments.http_messages import TOKEN_VARIABLE
 from gpu_workers.environments.served import served_instances
 from storage.errors import ConfigurationError
@@ -46,9 +46,7 @@ class Server:
     """One environment server on a port of its own, which can be killed and started again."""
 
     def __init__(self, instance: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self._port = free.getsockname()[1]
+        self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}"
         self._instance = instance
         self._process: subprocess.Popen[bytes] | None = None
