@@ -11,19 +11,8 @@ from storage.layout import RunLayout
 from storage.manifests import ManifestLog
 
 LOOKING = ("runs", "show", "diff", "prune", "fork", "query")
-COMMANDS = (
-    "train",
-    "snapshots",
-    "checkpoint",
-    "verify",
-    "trace",
-    "demo",
-    "chaos",
-    "up",
-    "down",
-    "config-reference",
-    *LOOKING,
-)
+RUNNING = ("train", "demo", "chaos", "up", "down")
+COMMANDS = (*RUNNING, "snapshots", "checkpoint", "verify", "trace", "config-reference", *LOOKING)
 HEAVY = ("prefect", "ray", "torch", "vllm", "transformers", "matplotlib")
 
 
