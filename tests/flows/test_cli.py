@@ -11,20 +11,9 @@ from storage.layout import RunLayout
 from storage.manifests import ManifestLog
 
 LOOKING = ("runs", "show", "diff", "prune", "fork", "query")
-COMMANDS = (
-    "train",
-    "snapshots",
-    "checkpoint",
-    "verify",
-    "trace",
-    "audit",
-    "demo",
-    "chaos",
-    "up",
-    "down",
-    "config-reference",
-    *LOOKING,
-)
+RUNNING = ("train", "demo", "chaos", "up", "down")
+ASKING = ("snapshots", "checkpoint", "verify", "trace", "audit", "restore-plan")
+COMMANDS = (*RUNNING, *ASKING, "config-reference", *LOOKING)
 HEAVY = ("prefect", "ray", "torch", "vllm", "transformers", "matplotlib")
 
 
