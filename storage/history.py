@@ -92,6 +92,11 @@ class History:
         self.lives = _lives(events, self._manifests)
         self.events = events
 
+    @property
+    def manifests(self) -> list[Manifest]:
+        """Those of the log that can be read, in its order."""
+        return list(self._manifests.values())
+
     def manifest(self, sequence: int) -> Manifest | None:
         """The manifest of a bundle, which stays when its payload is retired; None when it can't be read."""
         return self._manifests.get(sequence)
