@@ -109,15 +109,24 @@ def verify(
     verify_runs(run, _store_url(store), drill=drill, record=not no_record, as_json=as_json)
 
 
-@app.command(epilog="Examples:\n\n`midflight trace demo`\n\n`midflight trace demo --steps 50`")
+@app.command(
+    epilog="Examples:\n\n`midflight trace demo`\n\n`midflight trace demo --steps 50`\n\n"
+    "`midflight trace demo --compact`"
+)
 def trace(
     run: RunName,
     store: StoreUrl = None,
     steps: Annotated[int, typer.Option(min=1, help="How many of the newest steps to list.")] = 20,
+    compact: Annotated[
+        bool, typer.Option("--compact", help="Instead turn the traces of ended processes into Parquet.")
+    ] = False,
 ) -> None:
     """Show batch age and reward per train step, what each stop cost, and the exactly-once audit."""
-    from flows.inspect_command import show_trace
+    from flows.inspect_command import compact_trace, show_trace
 
+    if compact:
+        compact_trace(run, _store_url(store), Console())
+        return
     show_trace(run, _store_url(store), Console(), steps=steps)
 
 

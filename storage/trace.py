@@ -33,8 +33,9 @@ class NoTrace:
     def record(self, event: str, **fields: Any) -> None:
         """Forget the event."""
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """Nothing to write."""
+        return True
 
 
 class TraceWriter:
@@ -61,11 +62,12 @@ class TraceWriter:
             return
         self._waiting.put((time.time(), event, fields))
 
-    def close(self) -> None:
-        """Write what is left and stop; gives up on a store that hangs."""
+    def close(self) -> bool:
+        """Write what is left and stop; gives up on a store that hangs. Whether nothing will be written any more."""
         self._waiting.put(None)
         self._closing.set()
         self._thread.join(_CLOSE_TIMEOUT_S)
+        return not self._thread.is_alive()
 
     def _write_all(self) -> None:
         lines: list[str] = []
