@@ -17,7 +17,7 @@ import polars as pl
 from storage.analytics.attempt_fold import ATTEMPTS, AttemptFold
 from storage.analytics.group_fold import GROUPS, GroupFold
 
-BATCH_EVENTS = 100_000
+BATCH_EVENTS = 50_000
 _COLUMNS = (
     *("t", "event", "line", "group_id", "rollout_id", "attempt", "prompt_id", "epoch", "generation_index"),
     *("num_tokens", "generation_s", "environment_s", "version_tokens", "reason"),
