@@ -131,6 +131,30 @@ def trace(
 
 
 @app.command(
+    epilog="Examples:\n\n`midflight report demo --html report.html`\n\n"
+    "`midflight report stopped --against whole --against another`\n\n`midflight report demo --json`"
+)
+def report(
+    run: RunName,
+    against: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RUN", help="A run of the same store that was never stopped. Repeatable."),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Also write one HTML page with interactive plots, which needs no network.")
+    ] = None,
+    store: StoreUrl = None,
+    as_json: AsJson = False,
+) -> None:
+    """Report what the trace tells: batch age and staleness, where the time of the groups went, snapshots, what each
+    stop cost, lost progress against other runs, and the exactly-once audit.
+    """
+    from flows.report_command import report_run
+
+    report_run(run, _store_url(store), Console(), against=against or (), html=html, as_json=as_json)
+
+
+@app.command(
     epilog="Examples:\n\n`midflight demo`\n\n`midflight demo --multi-turn`\n\n"
     "`midflight demo --set algorithm.max_steps=60 --output /tmp/demo`"
 )
