@@ -108,10 +108,14 @@ class OwnMemory(threading.Thread):
     def run(self) -> None:
         """Look, for ever."""
         while True:
-            lines = Path("/proc/self/status").read_text().splitlines()
-            own = next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
-            self.peak_mib = max(self.peak_mib, own / 1024)
+            self.look()
             time.sleep(0.02)
+
+    def look(self) -> None:
+        """Look once."""
+        lines = Path("/proc/self/status").read_text().splitlines()
+        own = next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+        self.peak_mib = max(self.peak_mib, own / 1024)
 
 
 def measured(name: str, folder: Path) -> None:
@@ -132,7 +136,9 @@ def measured(name: str, folder: Path) -> None:
                 tables = [pl.scan_parquet(journeys / table / "*.parquet") for table in ("attempts", "groups")]
                 ANALYSES[name](trace, lives, Journeys(*tables))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(json.dumps([time.perf_counter() - began, memory.peak_mib, peak]))
+    seconds = time.perf_counter() - began
+    memory.look()
+    print(json.dumps([seconds, memory.peak_mib, peak]))
 
 
 def measure(folder: Path, num_events: int) -> dict[str, tuple[float, float, float]]:

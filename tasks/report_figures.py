@@ -10,16 +10,12 @@ from plotly.subplots import make_subplots
 
 from storage.analytics.group_time import STAGES
 from storage.analytics.run_report import RunReport
+from tasks.report_style import COLOURS, MOST_BARS, STAGE_COLOURS, STOP_COSTS, bucketed
 from tasks.report_tables import LOST_PROGRESS, STAGE_NAMES, STALENESS
 
-# Okabe and Ito: told apart by people who see few colours, and in grey.
-BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY = (
-    *("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#8c8c8c"),
-)
-STAGE_COLOURS = dict(zip(STAGES, (GREY, BLUE, GREEN, RED, PURPLE, SKY, ORANGE), strict=True))
+BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY = COLOURS
 _OUTCOMES = {"completed": GREEN, "skipped": ORANGE, "failed": RED}
 MOST_POINTS = 600
-MOST_BARS = 80
 _MOST_STOPS = 8
 
 
@@ -100,18 +96,8 @@ def _styled(figure: go.Figure, *, height: int = 380) -> go.Figure:
     return figure
 
 
-def _bucketed(frame: pl.DataFrame, most: int) -> pl.DataFrame:
-    """At most so many rows: neighbouring steps become their mean, at the last of them."""
-    size = -(-frame.height // most)
-    if size <= 1:
-        return frame
-    numbered = frame.with_row_index("row").with_columns(pl.col("row") // size)
-    means = [pl.col(name).mean() for name in frame.columns if name != "step"]
-    return numbered.group_by("row", maintain_order=True).agg(pl.col("step").max(), *means).drop("row")
-
-
 def _steps(report: RunReport) -> go.Figure:
-    steps = _bucketed(report.steps.select("step", "rewards_mean", "batch_age"), MOST_POINTS)
+    steps = bucketed(report.steps.select("step", "rewards_mean", "batch_age"), MOST_POINTS)
     figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.08)
     mode = "lines+markers" if steps.height < 60 else "lines"
     for row, name, shown, colour in ((1, "rewards_mean", "reward", BLUE), (2, "batch_age", "batch age", ORANGE)):
@@ -136,7 +122,7 @@ def _staleness(report: RunReport) -> go.Figure:
 
 
 def _stages(report: RunReport) -> go.Figure:
-    stages = _bucketed(report.stages_by_step.select("step", *STAGES), MOST_BARS)
+    stages = bucketed(report.stages_by_step.select("step", *STAGES), MOST_BARS)
     figure = go.Figure()
     for stage in STAGES:
         named = {"name": STAGE_NAMES[stage], "marker_color": STAGE_COLOURS[stage]}
@@ -157,7 +143,9 @@ def _snapshots(report: RunReport) -> go.Figure:
             marker = {"color": colour, "symbol": "circle" if outcome == "completed" else "x", "size": 7}
             points: dict[str, Any] = {"x": own["after_s"].to_list(), "y": own[name].fill_null(0.0).to_list()}
             texts = [f"attempt {n}: {reason or outcome}" for n, reason in own.select("number", "reason").iter_rows()]
-            trace = go.Scatter(**points, mode="markers", name=outcome, legendgroup=outcome, marker=marker, text=texts)
+            trace = go.Scatter(
+                **points, mode="markers", cliponaxis=False, name=outcome, legendgroup=outcome, marker=marker, text=texts
+            )
             if own.height:
                 figure.add_trace(trace.update(showlegend=row == 1), row=row, col=1)
     figure.update_xaxes(title="minutes since the run began", row=2, col=1)
@@ -182,16 +170,9 @@ def _throughput(report: RunReport) -> go.Figure:
 
 
 def _stops(report: RunReport) -> go.Figure:
-    costs = {
-        "thrown_away_s": ("thrown away, attempt s", RED),
-        "redone_s": ("redone, attempt s", ORANGE),
-        "lost_s": ("between cut and stop, s", PURPLE),
-        "down_s": ("down, s", GREY),
-        "retrained_s": ("trained again, s", BLUE),
-    }
     figure = go.Figure()
     stops = [f"stop {stop}" for stop in report.stops["stop"]]
-    for name, (shown, colour) in costs.items():
+    for name, (shown, colour) in STOP_COSTS.items():
         values = report.stops[name].to_list()
         figure.add_trace(go.Bar(x=stops, y=values, name=shown, marker_color=colour, hovertemplate="%{y:.2f} s"))
     figure.update_layout(barmode="group")

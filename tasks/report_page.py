@@ -18,7 +18,8 @@ h1 { font-size: 26px; margin: 0; } h2 { font-size: 19px; margin: 36px 0 4px; }
 p { margin: 4px 0 12px; color: #4b5563; max-width: 80ch; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 8px 0; display: block;
   overflow-x: auto; }
-th, td { padding: 4px 12px; border-bottom: 1px solid #e5e7eb; text-align: right; white-space: nowrap; }
+th, td { padding: 4px 12px; border-bottom: 1px solid #e5e7eb; text-align: right; vertical-align: bottom; }
+td { white-space: nowrap; }
 th { font-weight: 600; color: #374151; background: #f9fafb; }
 th:first-child, td:first-child, td.text, th.text { text-align: left; }
 .problem { background: #fef2f2; border-left: 4px solid #d55e00; padding: 8px 16px; color: #7f1d1d; }
@@ -89,4 +90,6 @@ def _shown(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, int):
         return f"{value:,}"
-    return escape(f"{value:,.3f}" if isinstance(value, float) else str(value))
+    if isinstance(value, float):
+        return f"{value:,.3f}".rstrip("0").rstrip(".")
+    return escape(str(value))
