@@ -110,15 +110,24 @@ def verify(
     verify_runs(run, _store_url(store), drill=drill, record=not no_record, as_json=as_json)
 
 
-@app.command(epilog="Examples:\n\n`midflight trace demo`\n\n`midflight trace demo --steps 50`")
+@app.command(
+    epilog="Examples:\n\n`midflight trace demo`\n\n`midflight trace demo --steps 50`\n\n"
+    "`midflight trace demo --compact`"
+)
 def trace(
     run: RunName,
     store: StoreUrl = None,
     steps: Annotated[int, typer.Option(min=1, help="How many of the newest steps to list.")] = 20,
+    compact: Annotated[
+        bool, typer.Option("--compact", help="Instead turn the traces of ended processes into Parquet.")
+    ] = False,
 ) -> None:
     """Show batch age and reward per train step, what each stop cost, and the exactly-once audit."""
-    from flows.inspect_command import show_trace
+    from flows.inspect_command import compact_trace, show_trace
 
+    if compact:
+        compact_trace(run, _store_url(store), Console())
+        return
     show_trace(run, _store_url(store), Console(), steps=steps)
 
 
@@ -146,6 +155,30 @@ def restore_plan(run: RunName, store: StoreUrl = None, as_json: AsJson = False) 
     from flows.restore_plan_command import show_restore_plan
 
     show_restore_plan(run, _store_url(store), Console(), as_json=as_json)
+
+
+@app.command(
+    epilog="Examples:\n\n`midflight report demo --html report.html`\n\n"
+    "`midflight report stopped --against whole --against another`\n\n`midflight report demo --json`"
+)
+def report(
+    run: RunName,
+    against: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RUN", help="A run of the same store that was never stopped. Repeatable."),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Also write one HTML page with interactive plots, which needs no network.")
+    ] = None,
+    store: StoreUrl = None,
+    as_json: AsJson = False,
+) -> None:
+    """Report what the trace tells: batch age and staleness, where the time of the groups went, snapshots, what each
+    stop cost, lost progress against other runs, and the exactly-once audit.
+    """
+    from flows.report_command import report_run
+
+    report_run(run, _store_url(store), Console(), against=against or (), html=html, as_json=as_json)
 
 
 @app.command(

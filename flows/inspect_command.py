@@ -15,6 +15,7 @@ from storage.layout import RunLayout
 from storage.manifests import BrokenSlot, Manifest
 from storage.runs import bundle_facts, layout_of
 from storage.trace_analysis import StopCost, batch_age, stop_cost
+from storage.trace_compaction import compact_run
 from storage.trace_reader import Event, read_events
 from storage.verdicts import Verdicts
 from tasks.accounting import audit
@@ -62,6 +63,23 @@ def show_trace(run: str, store_url: str, console: Console, *, steps: int) -> Non
     for number, cost in enumerate(stop_cost(store, layout), start=1):
         console.print(facts_table(f"Stop {number}", stop_facts(cost)))
     _show_audit(store, layout, console)
+
+
+def compact_trace(run: str, store_url: str, console: Console) -> None:
+    """Turn the traces of processes that have ended into Parquet. Raises NotFound, SnapshotCorrupt."""
+    store, layout = open_store(store_url), layout_of(run)
+    log_of(store, layout)
+    done = compact_run(store, layout)
+    if not done:
+        console.print(f"Every trace of run {run} is compacted.")
+        return
+    table = Table(title="Compacted traces", title_justify="left")
+    for column in ("process", "events", "bytes before", "bytes after", "note"):
+        table.add_column(column, justify="left" if column in ("process", "note") else "right")
+    for one in done:
+        figures = map(shown, (one.events, one.bytes_before, one.bytes_after))
+        table.add_row(one.process, *(("", "", "") if one.left_alone else figures), one.left_alone)
+    console.print(table)
 
 
 def _show_audit(store: Store, layout: RunLayout, console: Console) -> None:

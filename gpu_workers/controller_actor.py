@@ -38,6 +38,7 @@ from storage.ownership import SignOfLife, claim
 from storage.run_config import RunConfig
 from storage.run_record import create_run_record
 from storage.trace import NoTrace, TraceWriter
+from storage.trace_compaction import compact_at_end
 
 _LEASE_CHECKS = 20
 _LAST_WORDS_S = 0.2  # for the reply to leave the process
@@ -75,12 +76,15 @@ class ControllerActor:
         )
         self._claim(store, layout, log, claimable_after)
         trace: NoTrace | TraceWriter = NoTrace()
+        process = f"controller-{incarnation}"
         if config.rollout_checkpointing.trace:
-            trace = TraceWriter(store, layout, process=f"controller-{incarnation}", run_process=incarnation)
+            trace = TraceWriter(store, layout, process=process, run_process=incarnation)
+        self._compact_trace = partial(compact_at_end, store, layout, process)
         self._fingerprint = identity(config).fingerprint
         facts = {"incarnation": incarnation, "config_fingerprint": self._fingerprint, "pids": self._pids}
         trace.record("run_started", **facts)
         self._trace = trace
+        self._trace_is_closed = False
         self._logs = keep_logs("controller")
         narrated = NarratedTrace(trace, self._logs.add)
         self._generators = SupervisedGenerators(
@@ -194,7 +198,7 @@ class ControllerActor:
         return dict(await self._detached(self._controller.checkpoint(), None))
 
     async def close(self, snapshot: bool, driver: str | None = None) -> dict[str, Any]:
-        """End the pumps, after a last forced snapshot if asked for and possible, and flush the trace.
+        """End the pumps, after a last forced snapshot if asked for and possible, and flush and compact the trace.
 
         A checkpoint that is still written in the background is waited for; `checkpoint_failure` says why it could not
         be published. The caller ends the actors (`launch.end_runtime`).
@@ -208,7 +212,10 @@ class ControllerActor:
             unsaved = f"{type(error).__name__}: {error}"
         if snapshot:
             await self._publish_last()
-        return {**await self._end("closed by its driver"), "checkpoint_failure": unsaved}
+        described = await self._end("closed by its driver")
+        if self._trace_is_closed:
+            await asyncio.to_thread(self._compact_trace)
+        return {**described, "checkpoint_failure": unsaved}
 
     async def preempt(self, reason: str, driver: str | None = None) -> dict[str, Any]:
         """Publish what is in flight and end the runtime, within `cluster.grace_s`; answers just before it ends."""
@@ -239,7 +246,7 @@ class ControllerActor:
     async def _end(self, reason: str) -> dict[str, Any]:
         await self._generators.close()
         await self._controller.close(reason)
-        await asyncio.to_thread(self._trace.close)
+        self._trace_is_closed = await asyncio.to_thread(self._trace.close)
         with suppress(TimeoutError):  # a store that hangs: the record shows its age
             await asyncio.wait_for(asyncio.to_thread(self._sign_of_life.close), _LAST_SIGN_S)
         remove_weights(self._weights)

@@ -16,7 +16,7 @@ Event = Mapping[str, Any]
 COPY_PREFIX = "fork-"
 
 # A process that did none of this died before it was a controller: it undid nothing.
-_WORK = frozenset({"checkpoint_restored", "group_reserved", "attempt_dispatched", "group_published", "train_step"})
+WORK = frozenset({"checkpoint_restored", "group_reserved", "attempt_dispatched", "group_published", "train_step"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ def _lives(events: Sequence[Event], manifests: Mapping[int, Manifest]) -> list[L
     by_process: dict[str, list[Event]] = {}
     for event in events:
         by_process.setdefault(event["run_process"], []).append(event)
-    worked = {event["run_process"] for event in events if event["event"] in _WORK}
+    worked = {event["run_process"] for event in events if event["event"] in WORK}
     lives = [_life(process, own) for process, own in by_process.items() if process in worked]
     first = {manifests[sequence].writer: sequence for sequence in sorted(manifests, reverse=True)}
     if all(life.run_process in first for life in lives):

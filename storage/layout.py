@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 
 _SLOT = re.compile(r"(?P<sequence>[0-9]{8})\.json")
+_TRACE = re.compile(r"(?P<process>[^/]+?)(?P<kind>\.jsonl|/[0-9]{8}\.jsonl|\.[0-9]{8}\.parquet|\.compacted\.json)")
 _KINDS = {
     "run.json": "run-record",
     "manifests": "manifest",
@@ -34,6 +35,8 @@ class RunLayout:
     <run>/checkpoints/step_000012-<inc>/    weights, optimizer, RNG
     <run>/verifications/00000007.json       what the newest verification of a bundle found
     <run>/trace/<process>.jsonl             events (object stores: <process>/00000001.jsonl ...)
+    <run>/trace/<process>.00000000.parquet  the same events, compacted ...
+    <run>/trace/<process>.compacted.json    ... which counts once this index is there
     <run>/owners/<writer>.json              sign of life of a controller, while it lives
     ```
     """
@@ -117,3 +120,20 @@ class RunLayout:
     def trace_segment(self, process: str, number: int) -> str:
         """Segment `number` of a trace in a store that can't append."""
         return f"{self.traces}/{process}/{number:08d}.jsonl"
+
+    def trace_part(self, process: str, number: int) -> str:
+        """Part `number` of the compacted trace of one process."""
+        return f"{self.traces}/{process}.{number:08d}.parquet"
+
+    def trace_index(self, process: str) -> str:
+        """What the compacted trace of one process consists of; written last."""
+        return f"{self.traces}/{process}.compacted.json"
+
+    def process_of(self, path: str) -> str | None:
+        """The process to which a path below `traces` belongs, or None for a file that is no trace."""
+        match = _TRACE.fullmatch(path.removeprefix(f"{self.traces}/"))
+        return match["process"] if match else None
+
+    def is_trace_source(self, path: str) -> bool:
+        """Whether a path below `traces` was written by the process itself, event by event."""
+        return path.endswith(".jsonl")

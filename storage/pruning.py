@@ -164,7 +164,7 @@ def _keep_of_newest(store: Store, layout: RunLayout, slots: Sequence[Manifest | 
 def _quiet_s(store: Store, layout: RunLayout, slots: Log, skew_s: float) -> float:
     """Seconds since the newest manifest or trace was written."""
     ages = []
-    for path in [layout.manifest(slots[-1].sequence), *store.list(layout.traces)]:
+    for path in [layout.manifest(slots[-1].sequence), *filter(layout.is_trace_source, store.list(layout.traces))]:
         try:
             ages.append(store.age_s(path) - skew_s)
         except NotFound:

@@ -77,7 +77,7 @@ def query(store: Store, layout: RunLayout, sql: str, *, sequence: int | None = N
     loaders: Mapping[str, Callable[[], pl.DataFrame]] = {
         "rows": lambda: rows_frame(bundle.read()),
         "groups": lambda: groups_frame(bundle.read()),
-        "trace": lambda: read_trace(store, layout).collect(),
+        "trace": lambda: read_trace(store, layout),
         "snapshots": lambda: snapshots_frame(store, layout),
     }
     named = [name for name in FRAMES if re.search(rf"\b{name}\b", sql, re.IGNORECASE)]

@@ -20,10 +20,13 @@ from storage.layout import RunLayout
 
 logger = logging.getLogger(__name__)
 
-_FILE_INTERVAL_S = 0.003
+# Long enough that events that follow each other share a write: waking the thread costs more than writing a line.
+_FILE_INTERVAL_S = 0.01
 _SEGMENT_INTERVAL_S = 1.0
 _MAX_WAITING = 200_000
 _CLOSE_TIMEOUT_S = 10.0
+# One encoder for all lines: `json.dumps` makes another one at each call.
+_encode = json.JSONEncoder(separators=(",", ":"), default=str).encode
 
 _Item = tuple[float, str, dict[str, Any]] | None
 
@@ -34,8 +37,9 @@ class NoTrace:
     def record(self, event: str, **fields: Any) -> None:
         """Forget the event."""
 
-    def close(self) -> None:
+    def close(self) -> bool:
         """Nothing to write."""
+        return True
 
 
 class TraceWriter:
@@ -64,11 +68,12 @@ class TraceWriter:
             return
         self._waiting.put((time.time(), event, fields))
 
-    def close(self) -> None:
-        """Write what is left and stop; gives up on a store that hangs."""
+    def close(self) -> bool:
+        """Write what is left and stop; gives up on a store that hangs. Whether nothing will be written any more."""
         self._waiting.put(None)
         self._closing.set()
         self._thread.join(_CLOSE_TIMEOUT_S)
+        return not self._thread.is_alive()
 
     def _write_all(self) -> None:
         lines: list[str] = []
@@ -86,8 +91,10 @@ class TraceWriter:
     def _take_burst(self) -> list[_Item]:
         """Wait for an event and take those that follow it closely; None is the last one."""
         burst = [self._waiting.get()]
-        if burst[0] is not None:
+        if burst[0] is not None and self._sink.interval_s > _FILE_INTERVAL_S:
             self._closing.wait(self._sink.interval_s)
+        elif burst[0] is not None:
+            time.sleep(self._sink.interval_s)  # short enough for `close`, and half the price of a wait
         while burst[-1] is not None and not self._waiting.empty():
             burst.append(self._waiting.get())
         return burst
@@ -105,9 +112,9 @@ class TraceWriter:
     def _line(self, t: float, event: str, fields: dict[str, Any]) -> str:
         head = {"t": t, "run_process": self._run_process, "event": event}
         try:
-            line = json.dumps({**head, **fields, **head}, separators=(",", ":"), default=str)
+            line = _encode({**head, **fields, **head})
         except (TypeError, ValueError):
-            line = json.dumps({**head, "fields": repr(fields)})
+            line = _encode({**head, "fields": repr(fields)})
         return line + "\n"
 
 
@@ -127,17 +134,19 @@ class _File:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: IO[bytes] | None = None
+        self._size = 0
 
     def write(self, data: bytes) -> None:
-        file = self._open()
-        start = file.seek(0, os.SEEK_END)
+        file, size = self._open(), self._size
         try:
             while data:
-                data = data[file.write(data) :]
+                written = file.write(data)
+                size, data = size + written, data[written:]
         except OSError:
             # What was half written would become a torn line in the middle.
-            file.truncate(start)
+            file.truncate(self._size)
             raise
+        self._size = size
 
     def close(self) -> None:
         if self._file is not None:
@@ -151,6 +160,7 @@ class _File:
                 self._file.seek(-1, os.SEEK_END)
                 if self._file.read(1) != b"\n":
                     self._file.write(b"\n")
+            self._size = self._file.seek(0, os.SEEK_END)
         return self._file
 
 

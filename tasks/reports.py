@@ -18,6 +18,7 @@ from prefect.artifacts import (
 from prefect.exceptions import PrefectException
 
 from tasks.live_artifact import LiveArtifact
+from tasks.report_tables import ReportTable
 from tasks.reward_curve import by_step, data_uri, reward_curve_svg
 from tasks.run_progress import RunProgress
 
@@ -174,29 +175,45 @@ async def publish_restore_report(markdown: str, run: str) -> None:
 
 
 async def publish_run_report(
-    run: str, progress: RunProgress, stops: Sequence[Mapping[str, object]], audit: Mapping[str, object]
+    run: str,
+    progress: RunProgress,
+    tables: Sequence[ReportTable],
+    pictures: Mapping[str, tuple[str, str]],
+    problems: Sequence[str],
 ) -> None:
-    """Store a run's curves, what each stop cost, and the facts of its audit."""
+    """Store a run's curves, the pictures and tables of its report, and all of it in one text."""
     svg = reward_curve_svg(run, by_step(progress.rewards), by_step(progress.batch_ages))
-    curves = ImageArtifact(
-        key=artifact_key("report-curves", run), image_url=data_uri(svg), description=f"Reward and batch age of {run}"
+    shown = {"curves": (f"Reward and batch age of {run}", data_uri(svg)), **pictures}
+    for key, (description, uri) in shown.items():
+        picture = ImageArtifact(key=artifact_key(f"report-{key}", run), image_url=uri, description=description)
+        await best_effort(f"report-{key}", picture.acreate())
+    for table in tables:
+        stored = acreate_table_artifact(
+            [dict(row) for row in table.rows],
+            key=artifact_key(f"report-{table.key}", run),
+            description=f"{table.title}: {run}. {table.note}".rstrip(),
+        )
+        await best_effort(f"report-{table.key}", stored)
+    text = acreate_markdown_artifact(
+        report_markdown(run, tables, problems),
+        key=artifact_key("report", run),
+        description=f"What the trace of {run} tells",
     )
-    await best_effort("report-curves", curves.acreate())
-    rows = [{name: value if value is not None else "" for name, value in stop.items()} for stop in stops]
-    await best_effort(
-        "report-stops",
-        acreate_table_artifact(
-            rows, key=artifact_key("report-stops", run), description=f"What each stop of {run} cost"
-        ),
-    )
-    await best_effort(
-        "report-audit",
-        acreate_table_artifact(
-            [{"fact": name, "value": value} for name, value in audit.items()],
-            key=artifact_key("report-audit", run),
-            description=f"Exactly-once audit of {run}",
-        ),
-    )
+    await best_effort("report", text)
+
+
+def report_markdown(run: str, tables: Sequence[ReportTable], problems: Sequence[str]) -> str:
+    """The report as one text, the audit's problems first."""
+    lines = [f"# Report of `{run}`", "", *(f"**{problem}**" for problem in problems)]
+    for table in tables:
+        lines += ["", f"## {table.title}", "", *([table.note, ""] if table.note else [])]
+        if table.key == "summary":
+            lines += ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in table.rows[0].items())]
+            continue
+        columns = list(table.rows[0])
+        lines += [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+        lines += [f"| {' | '.join(str(row[name]) for name in columns)} |" for row in table.rows]
+    return "\n".join(lines) + "\n"
 
 
 async def publish_verification(rows: Sequence[Report], run: str | None, store_url: str) -> None:

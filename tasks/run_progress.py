@@ -1,43 +1,65 @@
 """Where a run stands, told by its trace alone: followed event by event, also over restarts."""
 
-import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
+from storage.errors import NotFound
 from storage.filesystem import Store
 from storage.layout import RunLayout
+from storage.trace_files import ProcessTrace, events_of_process, of_every_process
+from storage.trace_lines import parsed
 
 Event = Mapping[str, Any]
 
 
 class TraceFollower:
-    """Reads what was added to a run's traces since the last look. A line that is still being written waits."""
+    """Reads what was added to a run's traces since the last look. A line that is still being written waits; a trace
+    that was compacted meanwhile goes on where its lines ended.
+    """
 
     def __init__(self, store: Store, layout: RunLayout) -> None:
         self._store = store
         self._layout = layout
         self._offsets: dict[str, int] = {}
+        self._seen: Counter[str] = Counter()
+        self._done: set[str] = set()
 
     def poll(self) -> list[Event]:
         """New events of all processes, by time."""
-        events = [event for path in self._store.list(self._layout.traces) for event in self._new_events(path)]
-        return sorted(events, key=lambda event: float(event["t"]))
+        found = of_every_process(self._store, self._layout, self._new_events)
+        return sorted((event for events in found for event in events), key=lambda event: float(event["t"]))
 
-    def _new_events(self, path: str) -> list[Event]:
+    def _new_events(self, trace: ProcessTrace) -> list[Event]:
+        process = trace.process
+        if process in self._done:
+            return []
+        if trace.index is not None:
+            self._done.add(process)
+            return list(islice(events_of_process(self._store, trace), self._seen[process], None))
+        events = [event for path in trace.sources for event in self._new_lines(path)]
+        self._seen[process] += len(events)
+        return events
+
+    def _new_lines(self, path: str) -> list[Event]:
         offset = self._offsets.get(path, 0)
         local = self._store.local_path(path)
         if local is not None:
-            with local.open("rb") as file:
-                file.seek(offset)
-                data = file.read()
+            try:
+                with local.open("rb") as file:
+                    file.seek(offset)
+                    data = file.read()
+            except FileNotFoundError as error:
+                raise NotFound(f"{path} is not there any more") from error
         elif offset:  # object stores hold segments that never change
             return []
         else:
             data = self._store.read(path)
         whole = data[: data.rfind(b"\n") + 1]
         self._offsets[path] = offset + len(whole)
-        return [event for line in whole.splitlines() if (event := _parsed(line)) is not None]
+        return [event for line in whole.splitlines() if (event := parsed(line)) is not None]
 
 
 @dataclass(slots=True)
@@ -90,11 +112,3 @@ def progress_of(store: Store, run: str) -> RunProgress:
     progress = RunProgress()
     progress.add(TraceFollower(store, RunLayout(run)).poll())
     return progress
-
-
-def _parsed(line: bytes) -> Event | None:
-    try:
-        event = json.loads(line)
-    except ValueError:
-        return None
-    return event if isinstance(event, dict) and "t" in event and "event" in event else None

@@ -188,7 +188,8 @@ class GroupRunner:
             self._parts.ledger.seal(mutation, group_id, index, sealed)
         sibling = self._parts.ledger.group(group_id).siblings[index]
         facts = {"reward": sealed.reward, "num_tokens": sealed.num_tokens, "digest": sealed.digests[-1]}
-        self._record("attempt_sealed", group_id, sibling, prompt, **facts)
+        seconds = {"generation_s": result.generation_s, "environment_s": result.environment_s}
+        self._record("attempt_sealed", group_id, sibling, prompt, **facts, **seconds)
         return ""
 
     def _is_running(self, group_id: str, generation_index: int, attempt: int) -> bool:

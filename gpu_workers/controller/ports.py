@@ -56,7 +56,8 @@ class Failure:
 class SiblingResult:
     """What one attempt returned: captured calls (`storage.schemas.STAGED_CALLS` rows) and a reward, or a failure.
 
-    `calls` are those that no `TurnResult` brought before.
+    `calls` are those that no `TurnResult` brought before. `generation_s` and `environment_s`: seconds of this attempt
+    in model calls and in environment turns, scoring included.
     """
 
     generation_index: int
@@ -65,6 +66,8 @@ class SiblingResult:
     reward: float = 0.0
     masked: bool = False
     failure: Failure | None = None
+    generation_s: float = 0.0
+    environment_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ Each finished turn is reported at once, with its captured call, so that it is st
 """
 
 import json
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -64,6 +65,7 @@ class EpisodeRunner:
     async def _play(
         self, episodes: PlayedEpisodes, episode: EpisodeId, order: GroupOrder, sibling: SiblingOrder, report: Report
     ) -> SiblingResult:
+        opened, generation_s = time.perf_counter(), 0.0
         boundary = await episodes.open(episode, self._opening(order, sibling))
         if boundary.turn != sibling.turns:
             raise InfrastructureFailure(
@@ -73,15 +75,23 @@ class EpisodeRunner:
         history = sibling.history
         while self._goes_on(boundary, history):
             tokens = (*history, *self._task.observation_tokens(boundary.observation))
+            asked = time.perf_counter()
             async with self._bounded(episodes, episode):
                 completion = await self._calls.complete(order, sibling, tokens, turn=boundary.turn)
+            generation_s += time.perf_counter() - asked
             call = staged_call(order, sibling, completion, prompt=tokens, turn=boundary.turn)
             action, history = self._task.action_text(completion.token_ids), (*tokens, *completion.token_ids)
             boundary = await episodes.step(
                 episode, boundary.turn, action, _reference(episode, sibling, boundary.turn, completion)
             )
             report(TurnResult(sibling.generation_index, sibling.attempt, call))
-        return SiblingResult(sibling.generation_index, sibling.attempt, reward=sum(boundary.record.rewards))
+        return SiblingResult(
+            sibling.generation_index,
+            sibling.attempt,
+            reward=sum(boundary.record.rewards),
+            generation_s=generation_s,
+            environment_s=time.perf_counter() - opened - generation_s,
+        )
 
     def _opening(self, order: GroupOrder, sibling: SiblingOrder) -> EpisodeTask:
         fields: dict[str, Any] = json.loads(order.prompt.task_json)

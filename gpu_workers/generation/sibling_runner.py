@@ -1,5 +1,7 @@
 """Runs one sibling of a single-turn task from its model call to its reward."""
 
+import time
+
 from gpu_workers.controller.failures import is_infrastructure
 from gpu_workers.controller.ports import Failure, GroupOrder, SiblingOrder, SiblingResult
 from gpu_workers.environments.tasks import Task
@@ -26,17 +28,25 @@ class SiblingRunner:
 
         Raises InfrastructureFailure when the engine is dead, which no other call would survive either.
         """
-        prompt = order.prompt.token_ids
+        prompt, began = order.prompt.token_ids, time.perf_counter()
         try:
             completion = await self._calls.complete(order, sibling, prompt, turn=_TURN)
+            sampled = time.perf_counter()
             reward = self._score(order, completion)
         except RolloutFailure as error:
             if error.retryable and self._calls.engine_is_dead:
                 raise
             failure = Failure(infrastructure=error.retryable, message=str(error))
             return SiblingResult(sibling.generation_index, sibling.attempt, failure=failure)
-        calls = staged_call(order, sibling, completion, prompt=prompt, turn=_TURN)
-        return SiblingResult(sibling.generation_index, sibling.attempt, calls=calls, reward=reward)
+        scored = time.perf_counter()
+        return SiblingResult(
+            sibling.generation_index,
+            sibling.attempt,
+            calls=staged_call(order, sibling, completion, prompt=prompt, turn=_TURN),
+            reward=reward,
+            generation_s=sampled - began,
+            environment_s=scored - sampled,
+        )
 
     def _score(self, order: GroupOrder, completion: Completion) -> float:
         try:

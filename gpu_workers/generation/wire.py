@@ -13,7 +13,7 @@ from gpu_workers.generation.running_calls import Finished
 from storage.errors import InfrastructureFailure
 from storage.schemas import STAGED_CALLS
 
-_Packed = tuple[int, int, bytes | None, float, bool, tuple[bool, str, bool] | None]
+_Packed = tuple[int, int, bytes | None, float, bool, tuple[bool, str, bool] | None, tuple[float, float]]
 _PackedTurn = tuple[int, int, bytes]
 
 
@@ -48,14 +48,15 @@ def _pack(result: SiblingResult | TurnResult | Exception) -> _Packed | _PackedTu
         if result.failure is None
         else (result.failure.infrastructure, result.failure.message, result.failure.refused)
     )
-    return (result.generation_index, result.attempt, calls, result.reward, result.masked, failure)
+    seconds = (result.generation_s, result.environment_s)
+    return (result.generation_index, result.attempt, calls, result.reward, result.masked, failure, seconds)
 
 
 def _unpack(packed: _Packed | _PackedTurn) -> SiblingResult | TurnResult:
     if len(packed) == 3:
         generation_index, attempt, turn = packed
         return TurnResult(generation_index, attempt, _calls(turn))
-    generation_index, attempt, calls, reward, masked, failure = packed
+    generation_index, attempt, calls, reward, masked, failure, (generation_s, environment_s) = packed
     return SiblingResult(
         generation_index,
         attempt,
@@ -63,6 +64,8 @@ def _unpack(packed: _Packed | _PackedTurn) -> SiblingResult | TurnResult:
         reward=reward,
         masked=masked,
         failure=None if failure is None else Failure(*failure),
+        generation_s=generation_s,
+        environment_s=environment_s,
     )
 
 

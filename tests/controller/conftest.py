@@ -35,6 +35,7 @@ from storage.run_config import RunConfig
 from storage.schemas import STAGED_CALLS, row_digest
 from storage.snapshot_reader import RestoredBundle
 from storage.state_checks import defects
+from storage.trace_schema import misfits
 from tasks.bundle_checks import verify_run
 from tasks.restore_drill import Drill
 
@@ -350,6 +351,7 @@ class World:
 
     def audit(self) -> Audit:
         """The accounting of trace and store, which knows nothing of the live controllers."""
+        assert [problem for _, trace in self.lives for event in trace.events for problem in misfits(event)] == []
         for _, trace in self.lives:
             lines = "\n".join(json.dumps(event) for event in trace.events)
             self.store.write(self.layout.trace(trace.run_process), f"{lines}\n".encode())

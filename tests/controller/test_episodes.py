@@ -69,6 +69,15 @@ async def test_scenario_68_an_episode_killed_after_some_turns_goes_on_and_nothin
     assert not world.audit().problems
 
 
+async def test_a_sealed_episode_tells_how_long_it_was_sampled_and_how_long_its_environment_took(players):
+    world = players()
+    await world.start()
+    await world.train(1, 1)
+    sealed = world.trace.of("attempt_sealed")
+    assert sealed
+    assert all(event["generation_s"] > 0 and event["environment_s"] > 0 for event in sealed)
+
+
 async def test_a_run_killed_at_every_turn_in_a_row_ends_like_one_that_was_never_killed(players):
     expected = await whole(players())
     world = players()

@@ -1,6 +1,8 @@
 """The artifacts of a training run, and what Prefect keeps of its tasks, on a real API: bounded, however long it is."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 from prefect import flow
@@ -9,9 +11,12 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRun
 from prefect.context import FlowRunContext
 from prefect.runtime import flow_run
 
+from flows.report import report as report_flow
 from tasks.reports import LAST_STEPS, TrainingReport
 from tasks.results import forget_results
 from tasks.training import train_steps
+
+STORE = Path(__file__).resolve().parents[1] / "storage/formats/trained-run"
 
 pytestmark = [pytest.mark.system, pytest.mark.usefixtures("prefect_api")]
 
@@ -73,3 +78,22 @@ async def test_a_flow_keeps_nothing_of_the_results_it_forgot(fake_runtime):
     kept, after = await under_test()
     assert kept > 0
     assert after == 0
+
+
+async def test_the_flow_report_stores_tables_a_text_and_pictures(tmp_path):
+    shutil.copytree(STORE, tmp_path / "store")
+    state = await report_flow("demo", store_url=str(tmp_path / "store"), return_state=True)
+    result = await state.result()
+    assert (result["step"], result["stops"]) == (3, 0)
+    stored = dict(await artifacts_of(state.state_details.flow_run_id))
+    tables = {"report-summary-demo", "report-steps-demo", "report-stages-demo", "report-staleness-demo"}
+    assert stored.keys() >= {
+        "report-demo",
+        "report-curves-demo",
+        "report-group-time-demo",
+        "report-audit-demo",
+        *tables,
+    }
+    assert stored["report-group-time-demo"].startswith("data:image/png;base64,")
+    assert "# Report of `demo`" in stored["report-demo"]
+    assert [row["step"] for row in json.loads(stored["report-steps-demo"])] == [1, 2, 3]

@@ -60,7 +60,7 @@ def order(group_id: str, siblings: int) -> GroupOrder:
 def sealed(group: GroupOrder, index: int) -> SiblingResult:
     completion = Completion((7, 1), (-0.5, -0.25), (0,), (3,), "stop")
     calls = staged_call(group, group.siblings[index], completion, prompt=(4, 5), turn=0)
-    return SiblingResult(index, 0, calls=calls, reward=0.75)
+    return SiblingResult(index, 0, calls=calls, reward=0.75, generation_s=1.5, environment_s=0.25)
 
 
 @pytest.fixture

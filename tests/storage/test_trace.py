@@ -171,13 +171,13 @@ def test_the_trace_is_a_frame_with_a_column_per_field(store: Store) -> None:
     trace.record("train_step", step=1, rewards_mean=1, group_ids=["a"])
     trace.record("train_step", step=2, rewards_mean=0.5, group_ids=["b", "c"])
     trace.close()
-    frame = read_trace(store, LAYOUT).select("event", "step", "rewards_mean", "group_ids").collect()
-    assert frame.rows() == [("train_step", 1, 1.0, '["a"]'), ("train_step", 2, 0.5, '["b", "c"]')]
+    frame = read_trace(store, LAYOUT).select("event", "step", "rewards_mean", "group_ids")
+    assert frame.rows() == [("train_step", 1, 1.0, ["a"]), ("train_step", 2, 0.5, ["b", "c"])]
 
 
 def test_a_run_without_a_trace_has_no_events(store: Store) -> None:
     assert read_events(store, LAYOUT) == []
-    assert read_trace(store, LAYOUT).collect().is_empty()
+    assert read_trace(store, LAYOUT).is_empty()
     NoTrace().record("anything", at=1)
     NoTrace().close()
     assert store.list("") == []

@@ -7,13 +7,14 @@ import pytest
 from storage.filesystem import open_store
 from storage.layout import RunLayout
 from storage.trace import TraceWriter
+from storage.trace_compaction import compact_process
 from tasks.run_progress import RunProgress, TraceFollower, progress_of
 
 LAYOUT = RunLayout("run")
 
 
 def step(number, reward, t=0.0):
-    return {"t": t, "event": "train_step", "step": number, "rewards_mean": reward}
+    return {"t": t, "run_process": "p1", "event": "train_step", "step": number, "rewards_mean": reward}
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -44,6 +45,29 @@ def test_a_line_that_is_still_being_written_waits(tmp_path):
     assert follower.poll() == []
     path.write_text(line + "\n")
     assert [event["step"] for event in follower.poll()] == [1]
+
+
+def test_a_trace_that_is_compacted_while_it_is_followed_is_seen_once(store):
+    writer = TraceWriter(store, LAYOUT, process="p1", run_process="p1")
+    follower = TraceFollower(store, LAYOUT)
+    writer.record("train_step", step=1, rewards_mean=0.5)
+    writer.record("train_step", step=2, rewards_mean=0.6)
+    writer.close()
+    early = follower.poll()
+    assert compact_process(store, LAYOUT, "p1", part_events=1) is not None
+    assert [event["step"] for event in [*early, *follower.poll()]] == [1, 2]
+    assert follower.poll() == []
+    assert [event["step"] for event in TraceFollower(store, LAYOUT).poll()] == [1, 2]
+
+
+def test_what_was_written_after_the_last_look_is_read_from_the_compacted_trace(store):
+    lines = [json.dumps(step(number, 0.5, t=float(number))) + "\n" for number in range(1, 5)]
+    store.write(LAYOUT.trace_segment("p1", 0), "".join(lines[:1]).encode())
+    follower = TraceFollower(store, LAYOUT)
+    assert len(follower.poll()) == 1
+    store.write(LAYOUT.trace_segment("p1", 1), "".join(lines[1:]).encode())
+    compact_process(store, LAYOUT, "p1", part_events=2)
+    assert [event["step"] for event in follower.poll()] == [2, 3, 4]
 
 
 def test_a_run_without_a_trace_has_made_no_step(tmp_path):

@@ -1,0 +1,76 @@
+"""`midflight report`: tables in the terminal, one page with plots, or JSON. The store is read, nothing is changed."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from flows.inspect_command import audit_facts
+from flows.store_commands import put_json
+from flows.tables import shown
+from storage.analytics.run_report import RunReport, read_report
+from storage.audit import Audit
+from storage.errors import BrokenInvariant, NoRestorableState
+from storage.filesystem import Store, open_store
+from storage.layout import RunLayout
+from storage.runs import layout_of
+from tasks.accounting import audit
+from tasks.report_tables import ReportTable, report_tables
+
+
+def report_run(
+    run: str, store_url: str, console: Console, *, against: Sequence[str], html: Path | None, as_json: bool
+) -> None:
+    """Report a run, beside others. Raises NotFound; BrokenInvariant, after the report, for a broken promise."""
+    store = open_store(store_url)
+    report = read_report(store, layout_of(run), [layout_of(other) for other in against])
+    found = audit_of(store, layout_of(run))
+    facts, problems = ({}, []) if found is None else (audit_facts(found), found.problems)
+    tables = report_tables(report, facts)
+    if html is not None:
+        write_page(html, report, tables, problems, store.url)
+    if as_json:
+        put_json({"run": run, "against": list(against), **report.tables(), "audit": facts, "problems": problems})
+    else:
+        for table in tables:
+            console.print(_rich(table))
+        if html is not None:
+            console.print(f"Written: {html}", soft_wrap=True)
+    if problems:
+        raise BrokenInvariant(f"the audit of run {run} found: {'; '.join(problems)}")
+
+
+def audit_of(store: Store, layout: RunLayout) -> Audit | None:
+    """The exactly-once audit; None for a run that has published nothing yet."""
+    try:
+        return audit(store, layout)
+    except NoRestorableState:
+        return None
+
+
+def write_page(
+    path: Path, report: RunReport, tables: Sequence[ReportTable], problems: Sequence[str], store_url: str
+) -> None:
+    """The report as one HTML file."""
+    from tasks.report_figures import panels
+    from tasks.report_page import report_page
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(report_page(report.run, store_url, panels(report), tables, problems), encoding="utf-8")
+
+
+def _rich(table: ReportTable) -> Table:
+    drawn = Table(title=table.title, title_justify="left", caption=table.note or None, caption_justify="left")
+    if table.key == "summary":
+        for column in ("", "value"):
+            drawn.add_column(column, justify="right" if column else "left")
+        for name, value in table.rows[0].items():
+            drawn.add_row(name, shown(value))
+        return drawn
+    for column in table.rows[0]:
+        is_text = any(isinstance(row[column], str) and row[column] for row in table.rows)
+        drawn.add_column(column, justify="left" if is_text else "right")
+    for row in table.rows:
+        drawn.add_row(*(shown(value) for value in row.values()))
+    return drawn

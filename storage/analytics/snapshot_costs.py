@@ -1,0 +1,27 @@
+"""Snapshots and checkpoints over time: what each attempt came to, and what it cost."""
+
+import polars as pl
+
+_FACTS = ("cut_ms", "barrier_wait_ms", "write_s", "groups", "rows", "running_attempts", "recorded_steps")
+
+
+def snapshot_attempts(trace: pl.LazyFrame) -> pl.DataFrame:
+    """One row for each attempt that was recorded, by run and time: `after_s` since the first event of the run, number,
+    outcome, reason, step, and the costs of a completed one (cut and barrier wait in milliseconds, write in seconds).
+    """
+    origins = trace.group_by("run").agg(pl.col("t").min().alias("origin"))
+    attempts = trace.filter(event="snapshot_attempt").join(origins, on="run")
+    after = (pl.col("t") - pl.col("origin")).alias("after_s")
+    chosen = attempts.select("run", "t", after, "number", "outcome", "reason", "sequence", "step", *_FACTS)
+    return chosen.sort("run", "t").collect(engine="streaming")
+
+
+def snapshot_summary(trace: pl.LazyFrame) -> pl.DataFrame:
+    """Attempts by run, outcome and reason: how many, and the medians and greatest values of their costs."""
+    attempts = trace.filter(event="snapshot_attempt").group_by("run", "outcome", "reason")
+    costs = [
+        column
+        for name in ("cut_ms", "barrier_wait_ms", "write_s")
+        for column in (pl.col(name).median().alias(f"{name}_median"), pl.col(name).max().alias(f"{name}_most"))
+    ]
+    return attempts.agg(pl.len().alias("attempts"), *costs).sort("run", "outcome", "reason").collect(engine="streaming")

@@ -1,0 +1,93 @@
+"""What each stop of a run cost, in seconds of attempts and of steps."""
+
+import polars as pl
+
+from storage.analytics.journeys import Journeys
+
+_SIBLING = ("prompt_id", "epoch", "generation_index")
+
+
+def stops(trace: pl.LazyFrame, lives: pl.DataFrame, journeys: Journeys) -> pl.DataFrame:
+    """One row for each life after the first of a run, with the cost of the stop before it:
+
+        down_s         start of this life - last event before it (0 where clocks contradict)
+        lost_s         last event before it - the restored cut
+        running        attempts that ran at the cut and did not go on from their turns
+        thrown_away_s  sum over those of (cut_time - their last dispatch before it)
+        redone         siblings that were sealed before the stop, and sealed again by this life
+        redone_s       sum over those of (seal - last dispatch) of the attempt of this life
+        retrained      train steps of this life that had been trained before, `retrained_s` their seconds
+
+    `stop` counts from 1. `cut_time` is that of the restored bundle, or the start of the run for a fresh start.
+    """
+    after = lives.filter(pl.col("life") > 0)
+    facts = after.select(
+        "run",
+        pl.col("life").alias("stop"),
+        *("run_process", "restored", "sequence", "step", "stopped_at", "cut_time"),
+        (pl.col("started_at") - pl.col("stopped_at")).clip(0.0).alias("down_s"),
+        (pl.col("stopped_at") - pl.col("cut_time")).clip(0.0).alias("lost_s"),
+    )
+    for costs in (_thrown_away(lives, journeys), _redone(trace, lives, journeys), _retrained(trace, lives)):
+        facts = facts.join(costs, on=["run", "stop"], how="left")
+    return facts.with_columns(pl.selectors.numeric().exclude("sequence").fill_null(0)).sort("run", "stop")
+
+
+def _cuts(lives: pl.DataFrame) -> pl.LazyFrame:
+    """Which life each stop goes back to, and up to when it counts."""
+    return lives.lazy().filter(pl.col("life") > 0).select("run", pl.col("life").alias("stop"), "cut_life", "cut_time")
+
+
+def _thrown_away(lives: pl.DataFrame, journeys: Journeys) -> pl.DataFrame:
+    at_cut = journeys.attempts.join(_cuts(lives), left_on=["run", "life"], right_on=["run", "cut_life"]).filter(
+        pl.col("dispatched_at") <= pl.col("cut_time"),
+        pl.col("ended_at").is_null() | (pl.col("ended_at") > pl.col("cut_time")),
+    )
+    went_on = journeys.attempts.filter("resumed").select("run", pl.col("life").alias("stop"), "rollout_id")
+    lost = at_cut.join(went_on, on=["run", "stop", "rollout_id"], how="anti")
+    seconds = (pl.col("cut_time") - pl.col("dispatched_at")).sum().alias("thrown_away_s")
+    return lost.group_by("run", "stop").agg(pl.len().alias("running"), seconds).collect(engine="streaming")
+
+
+def _redone(trace: pl.LazyFrame, lives: pl.DataFrame, journeys: Journeys) -> pl.DataFrame:
+    """Siblings that were sealed after the cut, or in groups that were launched again: so few that they fit in memory,
+    unless a run starts afresh.
+    """
+    sealed = journeys.attempts.filter(ending="sealed")
+    named = lives.lazy().select("run", "run_process", pl.col("life").alias("stop"))
+    again = trace.filter(event="redispatched").join(named, on=["run", "run_process"]).select("run", "stop", "group_id")
+    before = sealed.join(_cuts(lives), on="run").filter(pl.col("life") < pl.col("stop"))
+    first_lost = pl.col("cut_life").fill_null(-1)
+    lost = before.filter(
+        (pl.col("life") > first_lost) | ((pl.col("life") == first_lost) & (pl.col("ended_at") > pl.col("cut_time")))
+    )
+    launched = before.join(again, on=["run", "stop", "group_id"], how="semi")
+    siblings = pl.concat([lost.select("run", "stop", *_SIBLING), launched.select("run", "stop", *_SIBLING)]).unique()
+    new = sealed.join(siblings, left_on=["run", "life", *_SIBLING], right_on=["run", "stop", *_SIBLING], how="semi")
+    seconds = (pl.col("ended_at") - pl.col("dispatched_at")).sum().alias("redone_s")
+    counted = new.group_by("run", pl.col("life").alias("stop")).agg(pl.len().alias("redone"), seconds)
+    return counted.collect(engine="streaming")
+
+
+def _retrained(trace: pl.LazyFrame, lives: pl.DataFrame) -> pl.DataFrame:
+    """Steps that an earlier life had trained already, replayed from their batches or not."""
+    named = lives.lazy().select("run", "run_process", "life", "first_line")
+    steps = trace.filter(event="train_step").join(named, on=["run", "run_process"])
+    own = steps.filter(pl.col("line") >= pl.col("first_line")).select("run", "life", "step", "seconds")
+    furthest = own.group_by("run", "life").agg(pl.col("step").max()).collect(engine="streaming").sort("run", "life")
+    reached = furthest.join(lives.select("run", "life"), on=["run", "life"], how="right").sort("run", "life")
+    before = reached.select("run", "life", pl.col("step").fill_null(0).cum_max().shift(1).over("run").alias("reached"))
+    done = own.join(before.lazy(), on=["run", "life"]).filter(pl.col("step") <= pl.col("reached"))
+    counted = done.group_by("run", pl.col("life").alias("stop"))
+    return counted.agg(pl.len().alias("retrained"), pl.col("seconds").sum().alias("retrained_s")).collect(
+        engine="streaming"
+    )
+
+
+def parked(trace: pl.LazyFrame) -> pl.DataFrame:
+    """For each run how long its environments were closed for snapshots: `times` and `parked_s`."""
+    seconds = pl.col("seconds").sum().alias("parked_s")
+    closed = trace.filter(event="environment_parked").group_by("run").agg(pl.len().alias("times"), seconds)
+    runs = trace.select("run").unique()
+    found = runs.join(closed, on="run", how="left").with_columns(pl.col("times", "parked_s").fill_null(0))
+    return found.sort("run").collect(engine="streaming")
