@@ -22,7 +22,7 @@ _ONCE = ("group_reserved", "group_admitted", "attempt_sealed", "group_published"
 
 @dataclass(frozen=True, slots=True)
 class LifeEvents:
-    """The events of a life (`own`) and of the lives that it stands on (`below`). `copied`: one of those is a fork's
+    """The events of a life (`own`) and of the lives that it stands on (`below`). `copied`: the run began as a fork's
     copy, which holds only what led to its cut.
     """
 
