@@ -41,6 +41,10 @@ class Evidence:
         segments = [] if life is None else [Segment(life, cut_time_of(bundle)), *self._history.below(life)]
         return all(segment.is_whole for segment in segments)
 
+    def is_whole_for_replays(self) -> bool:
+        """Whether the trace surely holds every batch that was to be trained again."""
+        return all(segment.is_whole for life in self._history.lives for segment in self._history.below(life))
+
     def unsealed(self, rollouts: Iterable[str]) -> Iterator[tuple[Suspicion, bool]]:
         """Those of the rollouts that the newest life and those below it trained, whose results they do not hold."""
         if not self._history.lives:
