@@ -58,7 +58,7 @@ def show_outcome(config: RunConfig, planned: PlannedRestore, console: Console) -
     """After it was trained: what the restore came to, if there was one from the planned bundle."""
     store, layout = open_store(config.store.url, deadline_s=config.store.deadline_s), RunLayout(config.name)
     try:
-        past = last_restore(store, layout, config, turn_tokens=planned.figures.turn_tokens)
+        past = last_restore(store, layout, config, with_plan=False)
     except (SnapshotCorrupt, StoreError):
         return
     if past is not None and past.sequence == planned.sequence:

@@ -109,6 +109,7 @@ def account_for(
         "steps without a trace": tuple(str(s) for s in range(1, state.progress.train_steps + 1) if s not in known),
     }
     evidence = Evidence(history)
+    replaced, told = tuple(_replayed_otherwise(events)), evidence.is_whole_for_replays()
     whole = newest is None or evidence.is_whole_up_to(newest.manifest)
     unsealed = list(evidence.unsealed(pairs))
     judged, compared = [*evidence.of_lives(), *unsealed], list[int]()
@@ -126,7 +127,7 @@ def account_for(
         owned_twice=tuple(group for group, count in owned.items() if count > 1),
         beyond_frontier=tuple(owned.keys() - set(frontier)) if newest is not None else (),
         missing_steps=tuple(map(int, absent["steps without a trace"])) if whole else (),
-        replayed_otherwise=tuple(_replayed_otherwise(events)),
+        replayed_otherwise=replaced if told else (),
         steps_rolled_back=sum(1 for _ in steps_of(history.events)) - len(now.steps),
         events=sum(len(life.events) for life in history.lives),
         lives=len(history.lives),
@@ -135,6 +136,7 @@ def account_for(
         inconsistent=findings(suspicion for suspicion, proven in judged if proven),
         unproven=(
             *(() if whole else named(absent)),
+            *(() if told else named({"recorded batches replaced by others": replaced})),
             *findings(suspicion for suspicion, proven in judged if not proven),
         ),
     )

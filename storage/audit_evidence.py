@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 from storage.audit_findings import Needs, Suspicion
 from storage.bundle_checks import bundle_suspicions
-from storage.history import History, Life, Segment, cut_time_of
+from storage.history import COPY_PREFIX, History, Life, Segment, cut_time_of
 from storage.life_checks import LifeEvents, life_suspicions
 from storage.manifests import Manifest
 from storage.snapshot_reader import RestoredBundle
@@ -28,7 +28,9 @@ class Evidence:
         """What a bundle holds that the trace does not say."""
         life = self._history.writer_of(bundle.manifest)
         if life is None:
-            yield Suspicion("bundles of processes without a trace", f"{bundle.manifest.sequence:08d}"), True
+            # A fork that was made before anything had happened copies no event.
+            if not bundle.manifest.writer.startswith(COPY_PREFIX):
+                yield Suspicion("bundles of processes without a trace", f"{bundle.manifest.sequence:08d}"), True
             return
         segments = [Segment(life, cut_time_of(bundle.manifest)), *self._history.below(life)]
         yield from self._judged(life, segments, bundle_suspicions(bundle, self._events_of(life), segments))
@@ -38,6 +40,10 @@ class Evidence:
         life = self._history.writer_of(bundle)
         segments = [] if life is None else [Segment(life, cut_time_of(bundle)), *self._history.below(life)]
         return all(segment.is_whole for segment in segments)
+
+    def is_whole_for_replays(self) -> bool:
+        """Whether the trace surely holds every batch that was to be trained again."""
+        return all(segment.is_whole for life in self._history.lives for segment in self._history.below(life))
 
     def unsealed(self, rollouts: Iterable[str]) -> Iterator[tuple[Suspicion, bool]]:
         """Those of the rollouts that the newest life and those below it trained, whose results they do not hold."""
@@ -51,9 +57,8 @@ class Evidence:
         yield from self._judged(life, below, (Suspicion(what, rollout, Needs.BELOW) for rollout in missing))
 
     def _events_of(self, life: Life) -> LifeEvents:
-        below = self._history.below(life)
-        copied = any(segment.life.is_copy for segment in (*below, Segment(life, 0.0)))
-        return LifeEvents(life, self._index[life.run_process], self._index_of(below), copied)
+        below = self._index_of(self._history.below(life))
+        return LifeEvents(life, self._index[life.run_process], below, self._history.is_of_fork)
 
     def _index_of(self, segments: Iterable[Segment]) -> TraceIndex:
         return TraceIndex().over(*(self._index[segment.life.run_process] for segment in segments))

@@ -48,7 +48,7 @@ def _finished(group: BufferedGroup, rows: Mapping[str, RowHandle], trace: TraceI
     if not published:
         yield Suspicion("groups in bundles that were never published", group.group_id, Needs.BELOW)
     elif not any(_is_publication(event, group, rows) for event in published):
-        yield Suspicion(_PUBLISHED_OTHERWISE, group.group_id)
+        yield Suspicion(_PUBLISHED_OTHERWISE, group.group_id, Needs.BELOW)
     own = [rows[row_id] for row_id in group.row_ids]
     if _version_tokens(own) != dict(group.version_tokens):
         yield Suspicion("groups whose rows have other token versions than their record", group.group_id)
@@ -94,7 +94,7 @@ def _recorded(trained: Sequence[TrainedGroup], rows: Mapping[str, RowHandle], tr
         elif not any(
             list(event["group_ids"]) == groups and event.get("rollouts_sha256", digest) == digest for event in told
         ):
-            yield Suspicion("recorded batches that differ from what was trained", str(step))
+            yield Suspicion("recorded batches that differ from what was trained", str(step), Needs.BELOW)
 
 
 def _unfinished(group: LedgerGroup, events: LifeEvents, trace: TraceIndex) -> Iterator[Suspicion]:
@@ -109,7 +109,7 @@ def _unfinished(group: LedgerGroup, events: LifeEvents, trace: TraceIndex) -> It
             if not results and not copied:
                 yield Suspicion("results in bundles that were never sealed", rollout, Needs.BELOW)
             elif results and not any(_is_result(event, sibling, sibling.sealed) for event in results):
-                yield Suspicion(_SEALED_OTHERWISE, rollout, Needs.BELOW if copied else Needs.NOTHING)
+                yield Suspicion(_SEALED_OTHERWISE, rollout, Needs.BELOW)
         elif sibling.status is AttemptStatus.DISPATCHED:
             starts = {event["attempt"] for event in trace.of(rollout, *STARTS)}
             if sibling.attempt not in starts and not copied:
@@ -129,7 +129,7 @@ def _dropped(dropped: Sequence[DroppedPrompt], trace: TraceIndex) -> Iterator[Su
         if not told:
             yield Suspicion("dropped prompts without a traced reason", drop.prompt.group_id, Needs.BELOW)
         elif not drop.reason or drop.reason not in [event["reason"] for event in told]:
-            yield Suspicion("dropped prompts with another reason than traced", drop.prompt.group_id)
+            yield Suspicion("dropped prompts with another reason than traced", drop.prompt.group_id, Needs.BELOW)
 
 
 def _drops_undone(state: RolloutState, segments: Sequence[Segment]) -> Iterator[Suspicion]:

@@ -123,9 +123,14 @@ class History:
                 _apply_attempt(standing, event)
         return standing
 
+    @property
+    def is_of_fork(self) -> bool:
+        """Whether the run began as a copy, so that what led to that is with its source."""
+        return any(manifest.writer.startswith(COPY_PREFIX) for manifest in self.manifests)
+
     def writer_of(self, manifest: Manifest) -> Life | None:
         """The life that wrote a bundle; None when it left no trace."""
-        return self._life_of(manifest)
+        return next((life for life in self.lives if life.run_process == manifest.writer), None)
 
     def below(self, life: Life) -> list["Segment"]:
         """What a life stands on, newest first: earlier lives, each up to the cut that the next one restored."""
@@ -139,7 +144,7 @@ class History:
         if life.restored is None or life.restored["sequence"] is None:
             return None
         manifest = self._manifests.get(int(life.restored["sequence"]))
-        writer = None if manifest is None else self._life_of(manifest)
+        writer = None if manifest is None else self.writer_of(manifest)
         return None if manifest is None or writer is None else Segment(writer, cut_time_of(manifest))
 
     def _end_of(self, life: Life) -> Standing:

@@ -17,12 +17,13 @@ from storage.history import Event, Life, trained_step
 from storage.records import rollout_id
 from storage.trace_index import DROPS, STARTS, TraceIndex, group_of
 
+_ENDS = ("attempt_sealed", "attempt_abandoned", "attempt_refused")
 _ONCE = ("group_reserved", "group_admitted", "attempt_sealed", "group_published", "train_step", *DROPS)
 
 
 @dataclass(frozen=True, slots=True)
 class LifeEvents:
-    """The events of a life (`own`) and of the lives that it stands on (`below`). `copied`: one of those is a fork's
+    """The events of a life (`own`) and of the lives that it stands on (`below`). `copied`: the run began as a fork's
     copy, which holds only what led to its cut.
     """
 
@@ -125,9 +126,6 @@ def _attempts(events: LifeEvents) -> Iterator[Suspicion]:
             yield Suspicion("failed attempts without a traced dispatch", rollout, Needs.OWN)
 
 
-_ENDS = ("attempt_sealed", "attempt_abandoned", "attempt_refused")
-
-
 def _needs(events: LifeEvents, group: str) -> Needs:
     return Needs.BELOW if events.own.has(group, "redispatched") else Needs.OWN
 
@@ -145,13 +143,10 @@ def _published(events: LifeEvents) -> Iterator[Suspicion]:
             if not found and not (events.copied and events.own.has(group, "redispatched")):
                 yield Suspicion("published rollouts without a traced result", rollout, _needs(events, group))
             elif found and not any(_same_reward(result, reward) for result in found):
-                yield Suspicion("published rollouts with another reward than sealed", rollout)
+                yield Suspicion("published rollouts with another reward than sealed", rollout, Needs.OWN)
             results.append(found)
-        masked = [rollout_id(group, i) for i in range(len(results)) if events.own.has(rollout_id(group, i), _MASKED)]
+        masked = any(events.own.has(rollout_id(group, i), "rollout_masked") for i in range(len(results)))
         yield from _tokens(published, results, joined=not masked)
-
-
-_MASKED = "rollout_masked"
 
 
 def _same_reward(result: Event, reward: float) -> bool:
@@ -172,7 +167,7 @@ def _tokens(published: Event, results: Sequence[Sequence[Event]], *, joined: boo
         for found in results:
             sums = {total + int(result["num_tokens"]) for total in sums for result in found}
         if joined and tokens not in sums or tokens > max(sums):
-            yield Suspicion("groups published with other tokens than sealed", group)
+            yield Suspicion("groups published with other tokens than sealed", group, Needs.OWN)
 
 
 def _half_published(events: LifeEvents) -> Iterator[Suspicion]:
@@ -199,7 +194,7 @@ def _trained(events: LifeEvents) -> Iterator[Suspicion]:
                     "trained groups without a traced publication", group, Needs.OWN if ran_here else Needs.BELOW
                 )
             elif min(_newest_version(publication) for publication in published) > step.version:
-                yield Suspicion("groups trained at an older version than their tokens", group)
+                yield Suspicion("groups trained at an older version than their tokens", group, Needs.OWN)
             if events.own.has(group, *DROPS):
                 yield Suspicion("groups that were dropped and trained", group)
 
@@ -245,7 +240,7 @@ def _versions(
     for event, at_most in published:
         versions = {int(version) for version, _ in event["version_tokens"]}
         if max(versions, default=0) > at_most:
-            yield Suspicion("groups published with tokens of weights to come", event["group_id"])
+            yield Suspicion("groups published with tokens of weights to come", event["group_id"], Needs.OWN)
         unknown = {v for v in versions if v > restored and v not in synced and v < newest}
         if unknown:
             yield Suspicion("groups with tokens of weights that were never given out", event["group_id"], Needs.OWN)

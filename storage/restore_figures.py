@@ -76,7 +76,8 @@ _WORDS = {
     "siblings_reused": "sealed siblings, reused",
     "siblings_resumed": "siblings, resumed in the middle",
     "turns_kept": "finished turns of these, kept",
-    "tokens_kept": "tokens, kept",
+    "turn_tokens": "tokens of these turns, kept",
+    "tokens_kept": "tokens, kept in all",
     "siblings_rerun": "siblings, run from their start",
     "tokens_to_generate": "tokens, still to generate for the unfinished groups",
     "generation_s": "seconds, for these",
@@ -99,4 +100,4 @@ def _shown(figures: RestoreFigures | None, name: str) -> str:
     value = None if figures is None else getattr(figures, name)
     if value is None:
         return ""
-    return f"{value:,.1f}" if isinstance(value, float) else f"{value:,}"
+    return f"{value:,.1f}" if name.endswith("_s") else f"{value:,}"

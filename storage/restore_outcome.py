@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from storage.history import History, Life
+from storage.history import Event, History, Life
+from storage.manifests import Manifest
 from storage.records import rollout_id
 from storage.restore_figures import Lost, RestoreFigures, busy_s
 from storage.trace_index import DROPS, group_of
@@ -16,16 +17,13 @@ class Outcome:
     is_complete: bool
 
 
-def outcome_of(history: History, life: Life, *, turn_tokens: int = 0) -> Outcome | None:
-    """What the restore that a process began with came to; None for one that started empty, or from another run's copy.
-
-    `turn_tokens`: those of the plan. The trace counts them with the others.
-    """
+def outcome_of(history: History, life: Life) -> Outcome | None:
+    """What the restore that a process began with came to; None for one that started empty."""
     told = life.restored
     target = None if told is None or told["sequence"] is None else history.manifest(int(told["sequence"]))
     if told is None or target is None:
         return None
-    again = _RunAgain.of(life)
+    again, turn_tokens = _RunAgain.of(life), _turn_tokens(told, target)
     before = history.lives[: history.lives.index(life)]
     dropped = _dropped_by(history, life)
     lost = Lost.after(before, history, target)
@@ -72,6 +70,13 @@ class _RunAgain:
             seconds=max(0.0, float(sealed[-1]["t"]) - float(launched[0]["t"])) if sealed else 0.0,
             is_complete=all(group_of(rollout) in given_up for rollout in open_ones),
         )
+
+
+def _turn_tokens(told: Event, target: Manifest) -> int:
+    """The restore counts all tokens that it kept; the manifest, which stays, those of groups and of sealed siblings."""
+    counts = target.counts
+    others = counts.get("reusable_tokens", 0) + counts.get("buffered_tokens", 0) * bool(told.get("groups_buffered", 0))
+    return max(0, int(told.get("tokens_kept", 0)) - others)
 
 
 def _dropped_by(history: History, life: Life) -> set[tuple[str, int]]:

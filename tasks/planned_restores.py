@@ -54,11 +54,10 @@ def plan_for(store: Store, layout: RunLayout, target: Manifest, config: RunConfi
     return PlannedRestore(target.sequence, target.kind, target.step, figures)
 
 
-def last_restore(
-    store: Store, layout: RunLayout, config: RunConfig, *, turn_tokens: int | None = None
-) -> PastRestore | None:
-    """What the newest process that restored something came to; None when none has. `turn_tokens`: those of a plan that
-    was made before; without it, the plan is made again from the bundle while that is there. Raises StoreUnavailable.
+def last_restore(store: Store, layout: RunLayout, config: RunConfig, *, with_plan: bool = True) -> PastRestore | None:
+    """What the newest process that restored something came to; None when none has.
+
+    Its plan is made again from its bundle, while that is there. Raises StoreUnavailable.
     """
     log = read_log(store, layout)
     history = History(read_events(store, layout), log)
@@ -70,10 +69,9 @@ def last_restore(
     before = {earlier.run_process for earlier in history.lives[: history.lives.index(life)]}
     earlier = History([event for event in history.events if event["run_process"] in before], log)
     plan = None
-    if turn_tokens is None and target in [bundle for kind in live_bundles(log) for bundle in kind]:
+    if with_plan and target in [bundle for kind in live_bundles(log) for bundle in kind]:
         plan = _planned(store, layout, target, earlier, config)
-    kept = turn_tokens if plan is None else plan.turn_tokens
-    outcome = outcome_of(history, life, turn_tokens=kept or 0)
+    outcome = outcome_of(history, life)
     return None if outcome is None else PastRestore(target.sequence, target.step, plan, outcome)
 
 

@@ -270,6 +270,14 @@ def test_the_last_events_before_a_kill_are_no_fault_although_a_bundle_was_cut_af
     assert audit.unproven, "what was saved after the last event has no other witness"
 
 
+def test_the_loss_of_a_whole_process_is_found_by_the_bundles_that_it_wrote(told):
+    audit = told.without(*(event for event in told.events if event["run_process"] == "incarnation-2"))
+    written = [bundle.manifest.sequence for bundle in told.bundles if bundle.manifest.writer == "incarnation-2"]
+    assert f"{len(written)} bundles of processes without a trace: " + ", ".join(f"{n:08d}" for n in written) in (
+        audit.problems
+    )
+
+
 def test_what_retention_freed_is_not_missed(told):
     told.bundles = told.bundles[-1:]
     assert told.audit().problems == []

@@ -70,7 +70,30 @@ async def test_a_fork_of_the_initial_model_and_one_of_a_trainer_checkpoint_train
         assert world.controller.parts.state.train_steps == step
         await world.train(step + 1, step + 2)
         await world.kill()
+        world.lives = world.lives[-1:]
+        assert world.audit().problems == []
         world.lives = lives
+
+
+async def test_a_fork_that_was_made_before_anything_had_happened_is_accounted_for(make_world):
+    world = make_world(algorithm={"max_steps": 6})
+    world.boot()
+    world.generator.held = lambda group_id, index: True
+    await world.restore(world.plan())
+    await world.settle(lambda: world.controller.describe()["running_groups"] > 0)
+    bundle = await world.snapshot(1, force=True)
+    assert bundle.state.ledger
+    assert not bundle.state.buffer
+    await world.kill()
+    fork(world.store, RunLayout("run"), bundle.manifest.sequence, "second")
+    for path in world.store.list(RunLayout("second").traces):
+        world.store.delete(path)  # as of attempts that were not yet dispatched at the cut
+    world.config = world.config.model_copy(update={"name": "second"})
+    world.lives = []
+    await world.start()
+    await world.train(1, 3)
+    await world.kill()
+    assert world.audit().problems == []
 
 
 async def test_a_name_that_is_taken_is_refused_and_nothing_is_written(make_world):

@@ -54,7 +54,7 @@ async def _restored(world, train):
     await world.kill()
     world.audit()
     history = _history(world)
-    outcome = outcome_of(history, history.lives[-1], turn_tokens=plan.turn_tokens)
+    outcome = outcome_of(history, history.lives[-1])
     return bundle, plan, outcome
 
 
