@@ -11,8 +11,20 @@ from storage.layout import RunLayout
 from storage.manifests import ManifestLog
 
 LOOKING = ("runs", "show", "diff", "prune", "fork", "query")
-COMMANDS = ("train", "snapshots", "checkpoint", "verify", "trace", "demo", "up", "down", "config-reference", *LOOKING)
-HEAVY = ("prefect", "ray", "torch", "vllm", "transformers", "matplotlib")
+COMMANDS = (
+    "train",
+    "snapshots",
+    "checkpoint",
+    "verify",
+    "trace",
+    "report",
+    "demo",
+    "up",
+    "down",
+    "config-reference",
+    *LOOKING,
+)
+HEAVY = ("prefect", "ray", "torch", "vllm", "transformers", "matplotlib", "plotly")
 
 
 @pytest.fixture
