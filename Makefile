@@ -44,6 +44,8 @@ bench: install ## the benchmarks, as tables (about 50 minutes; SHORT=1: about 20
 	@$(BIN)/python -m benchmarks.recovery_levels $(if $(SHORT),--kills 3)
 	@$(BIN)/python -m benchmarks.snapshot_interval $(if $(SHORT),--short)
 	@$(BIN)/python -m benchmarks.orchestration_cost $(if $(SHORT),--short)
+	@$(BIN)/python -m benchmarks.trace_cost $(if $(SHORT),--rounds 3)
+	@$(BIN)/python -m benchmarks.trace_analytics $(if $(SHORT),--events 1000000)
 
 docs: install ## write docs/configuration.md and the tables of keys in other pages from the code
 	@$(BIN)/midflight config-reference > docs/configuration.md.new

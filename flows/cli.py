@@ -12,6 +12,7 @@ from rich.console import Console
 from flows.chaos.scenario import Kind, scenarios
 from flows.config_files import load_config
 from flows.config_reference import config_reference, filled
+from flows.event_reference import filled_events
 from flows.home import Home
 from flows.store_commands import AsJson, store_app
 from flows.tables import error_panel
@@ -262,12 +263,12 @@ def chaos(
 def print_config_reference(
     fill: Annotated[
         list[Path] | None,
-        typer.Option("--fill", metavar="PAGE", help="Rewrite the tables of keys in this page instead."),
+        typer.Option("--fill", metavar="PAGE", help="Rewrite the tables of keys and of events in this page instead."),
     ] = None,
 ) -> None:
     """Print the configuration reference as Markdown."""
     for page in fill or ():
-        page.write_text(filled(page.read_text()))
+        page.write_text(filled_events(filled(page.read_text())))
     if not fill:
         sys.stdout.write(config_reference())
 

@@ -1,4 +1,4 @@
-"""Turns the trace of a process that has ended into Parquet, a thirtieth of its size, and removes its lines.
+"""Turns the trace of a process that has ended into Parquet, about a ninth of its size, and removes its lines.
 
     parts --> read back and compared --> index --> lines removed
 
@@ -30,6 +30,9 @@ from storage.trace_files import (
 )
 
 logger = logging.getLogger(__name__)
+
+# Some ten seconds of processor time: a controller that has ended is waited for.
+MOST_BYTES_AT_END = 2**28
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +136,18 @@ def _size(store: Store, path: str) -> int:
         return 0
 
 
-def compact_at_end(store: Store, layout: RunLayout, process: str) -> None:
-    """For a process that has closed its own trace: compact it; a failure is logged and costs nothing else."""
+def compact_at_end(store: Store, layout: RunLayout, process: str, *, most_bytes: int = MOST_BYTES_AT_END) -> None:
+    """For a process that has closed its own trace: compact it, unless it is long; a failure is logged and costs nothing
+    else.
+    """
     try:
-        compact_process(store, layout, process)
+        sources = [
+            path for trace in process_traces(store, layout) if trace.process == process for path in trace.sources
+        ]
+        size = sum(_size(store, path) for path in sources)
+        if size <= most_bytes:
+            compact_process(store, layout, process)
+        else:
+            logger.info("the trace of %s has %d bytes: `midflight trace %s --compact`", process, size, layout.run)
     except (MidflightError, OSError, pl.exceptions.PolarsError) as error:
         logger.warning("the trace of %s was not compacted and stays as it is: %s", process, error)

@@ -159,7 +159,10 @@ EVENTS: Mapping[str, EventType] = {
     "environment_resume_failed": EventType(
         "An environment did not open again when told to; its lease opens it.", ("instance", "reason", "committed")
     ),
-    "environment_restart_only": EventType("An environment server saves no episodes.", ("instance",)),
+    "environment_restart_only": EventType("An environment server, or a Gym's agent, saves no episodes.", ("instance",)),
+    "environment_unreachable": EventType(
+        "An environment's process is gone; a snapshot was taken without its episodes.", ("instance", "reason")
+    ),
     "generator_died": EventType("A generator's process ended with `groups` in flight.", ("index", "reason", "groups")),
     "generator_restarted": EventType("It runs again.", ("index", "version", "restarts_in_a_row", "pids", "seconds")),
     "generator_lost": EventType("It is given up.", ("index", "reason")),

@@ -8,6 +8,7 @@ import pytest
 from flows.chaos.scenario import Kind
 from flows.config_files import known_keys, load_config
 from flows.config_reference import config_reference, filled, key_table
+from flows.event_reference import filled_events
 from storage.errors import ConfigurationError
 from storage.fault_points import POINTS
 from storage.run_config import RunConfig
@@ -23,6 +24,12 @@ def test_the_configuration_reference_is_the_one_in_the_code() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_the_tables_of_keys_in_a_page_are_those_in_the_code(page: Path) -> None:
     assert page.read_text() == filled(page.read_text()), "run `make docs`"
+
+
+def test_the_tables_of_events_are_those_of_the_schema() -> None:
+    page = (ROOT / "docs/trace-and-report.md").read_text()
+    assert "| `train_step` |" in page
+    assert page == filled_events(page), "run `make docs`"
 
 
 def test_the_page_on_algorithms_has_every_key_of_the_section() -> None:

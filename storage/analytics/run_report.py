@@ -19,7 +19,6 @@ from storage.analytics.throughput import throughput_around_stops
 from storage.errors import ConfigurationError
 from storage.filesystem import Store
 from storage.layout import RunLayout
-from storage.manifests import read_log
 from storage.runs import log_of_run
 from storage.trace_reader import open_trace
 
@@ -65,9 +64,7 @@ def read_report(store: Store, layout: RunLayout, against: Sequence[RunLayout] = 
     if layout in against:
         raise ConfigurationError(f"run {layout.run} is compared with itself: name another run after --against")
     layouts = [layout, *dict.fromkeys(against)]
-    for one in layouts:
-        log_of_run(store, one)
-    logs = {one.run: read_log(store, one) for one in layouts}
+    logs = {one.run: log_of_run(store, one) for one in layouts}
     with open_trace(store, layouts) as trace:
         return report_of(trace, logs, layout.run, [one.run for one in layouts[1:]])
 

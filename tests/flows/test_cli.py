@@ -12,9 +12,9 @@ from storage.manifests import ManifestLog
 
 LOOKING = ("runs", "show", "diff", "prune", "fork", "query")
 RUNNING = ("train", "demo", "chaos", "up", "down")
-ASKING = ("snapshots", "checkpoint", "verify", "trace", "audit", "restore-plan")
+ASKING = ("snapshots", "checkpoint", "verify", "trace", "report", "audit", "restore-plan")
 COMMANDS = (*RUNNING, *ASKING, "config-reference", *LOOKING)
-HEAVY = ("prefect", "ray", "torch", "vllm", "transformers", "matplotlib")
+HEAVY = ("prefect", "ray", "torch", "vllm", "transformers", "matplotlib", "plotly")
 
 
 @pytest.fixture

@@ -104,6 +104,16 @@ def test_a_damaged_trace_is_not_compacted_and_stays_whole(store: Store, caplog: 
     assert [trace.index for trace in process_traces(store, LAYOUT)] == [None]
 
 
+def test_at_the_end_of_a_process_only_what_is_quickly_done_is_compacted(store: Store) -> None:
+    _write(store, "one", range(3), ended=True)
+    compact_at_end(store, LAYOUT, "one", most_bytes=100)
+    assert [trace.index for trace in process_traces(store, LAYOUT)] == [None]
+    compact_at_end(store, LAYOUT, "one")
+    ((index, sources),) = [(trace.index, trace.sources) for trace in process_traces(store, LAYOUT)]
+    assert index is not None
+    assert (index.events, sources) == (4, ())
+
+
 def test_a_process_without_a_last_word_is_left_alone_until_it_was_silent_for_long(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     _write(store, "one", range(3))
