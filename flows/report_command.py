@@ -13,9 +13,13 @@ from storage.analytics.run_report import RunReport, read_report
 from storage.audit import Audit
 from storage.errors import BrokenInvariant, NoRestorableState
 from storage.filesystem import Store, open_store
+from storage.history import History
 from storage.layout import RunLayout
-from storage.runs import layout_of
+from storage.restart_bias import Comparison, bias_rows, restart_bias
+from storage.runs import layout_of, log_of_run
+from storage.trace_reader import read_events
 from tasks.accounting import audit
+from tasks.bias_table import bias_tables
 from tasks.report_tables import ReportTable, report_tables
 
 
@@ -27,11 +31,13 @@ def report_run(
     report = read_report(store, layout_of(run), [layout_of(other) for other in against])
     found = audit_of(store, layout_of(run))
     facts, problems = ({}, []) if found is None else (audit_facts(found), found.problems)
-    tables = report_tables(report, facts)
+    bias = bias_of(store, layout_of(run))
+    tables = [*report_tables(report, facts), *bias_tables(bias)]
     if html is not None:
-        write_page(html, report, tables, problems, store.url)
+        write_page(html, report, bias, tables, problems, store.url)
     if as_json:
-        put_json({"run": run, "against": list(against), **report.tables(), "audit": facts, "problems": problems})
+        document = {**report.tables(), "restart_bias": list(bias_rows(bias)), "audit": facts, "problems": problems}
+        put_json({"run": run, "against": list(against), **document})
     else:
         for table in tables:
             console.print(_rich(table))
@@ -49,15 +55,27 @@ def audit_of(store: Store, layout: RunLayout) -> Audit | None:
         return None
 
 
+def bias_of(store: Store, layout: RunLayout) -> list[Comparison]:
+    """Work that lived through a restart of a run against work that did not."""
+    return restart_bias(History(read_events(store, layout), log_of_run(store, layout)))
+
+
 def write_page(
-    path: Path, report: RunReport, tables: Sequence[ReportTable], problems: Sequence[str], store_url: str
+    path: Path,
+    report: RunReport,
+    bias: Sequence[Comparison],
+    tables: Sequence[ReportTable],
+    problems: Sequence[str],
+    store_url: str,
 ) -> None:
     """The report as one HTML file."""
+    from tasks.bias_panel import bias_panels
     from tasks.report_figures import panels
     from tasks.report_page import report_page
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(report_page(report.run, store_url, panels(report), tables, problems), encoding="utf-8")
+    plots = [*panels(report), *bias_panels(bias)]
+    path.write_text(report_page(report.run, store_url, plots, tables, problems), encoding="utf-8")
 
 
 def _rich(table: ReportTable) -> Table:

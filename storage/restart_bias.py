@@ -68,7 +68,8 @@ def restart_bias(history: History, *, near_versions: int = NEAR_VERSIONS) -> lis
     of an interrupted one; without an interrupted one, all of them.
 
     A group counts as interrupted when the process that published it had launched it again after its restore. Finished
-    groups that a restart only kept count as the others do. A group's level is that of the process that reserved it.
+    groups that a restart only kept count as the others do. A group's level is the one that it was reserved with; older
+    traces do not tell it, and it is taken to be that of the process that reserved it.
     """
     found = list(_finished(history))
     comparisons = []
@@ -114,7 +115,7 @@ def _finished(history: History) -> Iterator[_Group]:
         again = {event["group_id"] for event in life.events if event["event"] == "redispatched"}
         for event in life.events:
             if event["event"] == "group_reserved":
-                reserved[event["group_id"]] = levels[life.run_process]
+                reserved[event["group_id"]] = event.get("level", levels[life.run_process])
             if event["event"] == "group_published" and event["rewards"] and float(event["t"]) <= until:
                 level = reserved.get(event["group_id"], levels[life.run_process])
                 newest[event["group_id"]] = _group(event, level, interrupted=event["group_id"] in again)

@@ -20,7 +20,18 @@ HEAD: Mapping[str, pl.DataType] = {"t": _REAL, "run_process": _TEXT, "event": _T
 FIELDS: Mapping[str, pl.DataType] = {
     **dict.fromkeys(
         (
-            *("group_id", "rollout_id", "reason", "message", "kind", "outcome", "trigger", "place", "instance"),
+            *(
+                "group_id",
+                "rollout_id",
+                "reason",
+                "message",
+                "kind",
+                "outcome",
+                "trigger",
+                "place",
+                "instance",
+                "level",
+            ),
             *("instead_of", "repaid_by", "incarnation", "config_fingerprint"),
             *("digest", "rollout_sha256", "rollouts_sha256", "weights_sha256", "fields"),
             *sorted(OBJECTS),
@@ -80,7 +91,9 @@ EVENTS: Mapping[str, EventType] = {
     "fenced": EventType("Another controller has claimed the run.", ("reason",)),
     "trace_lost": EventType("So many events could not be written for too long and were dropped.", ("events",)),
     "group_reserved": EventType(
-        "A prompt was taken from the source and promised in the ledger.", ("group_id", "prompt_id", "epoch", "batch")
+        "A prompt was taken from the source and promised in the ledger; `level`: what a restart reuses of its group.",
+        ("group_id", "prompt_id", "epoch", "batch"),
+        ("level",),
     ),
     "group_admitted": EventType("The sampler let the group's batch be dispatched.", ("group_id", *_PLACE)),
     "attempt_dispatched": EventType("An attempt of a sibling was sent to a generator.", _SIBLING),

@@ -84,7 +84,8 @@ def panels(report: RunReport) -> Iterator[Panel]:
         )
 
 
-def _styled(figure: go.Figure, *, height: int = 380) -> go.Figure:
+def styled(figure: go.Figure, *, height: int = 380) -> go.Figure:
+    """The look that all plots of a report share; `height` in pixels."""
     figure.update_layout(
         template="plotly_white",
         height=height,
@@ -108,7 +109,7 @@ def _steps(report: RunReport) -> go.Figure:
     figure.update_xaxes(title="train step", row=2, col=1)
     figure.update_yaxes(title="mean reward", row=1, col=1)
     figure.update_yaxes(title="batch age, steps", rangemode="tozero", row=2, col=1)
-    return _styled(figure, height=520)
+    return styled(figure, height=520)
 
 
 def _staleness(report: RunReport) -> go.Figure:
@@ -118,7 +119,7 @@ def _staleness(report: RunReport) -> go.Figure:
     figure = go.Figure(bar)
     figure.update_xaxes(title="staleness, train steps", dtick=1)
     figure.update_yaxes(title="share of trained tokens, %", range=[0, max(shares, default=0.0) * 1.15 or 1.0])
-    return _styled(figure, height=340)
+    return styled(figure, height=340)
 
 
 def _stages(report: RunReport) -> go.Figure:
@@ -131,7 +132,7 @@ def _stages(report: RunReport) -> go.Figure:
     figure.update_layout(barmode="stack", bargap=0.1)
     figure.update_xaxes(title="train step")
     figure.update_yaxes(title="seconds per group, mean")
-    return _styled(figure, height=440)
+    return styled(figure, height=440)
 
 
 def _snapshots(report: RunReport) -> go.Figure:
@@ -151,7 +152,7 @@ def _snapshots(report: RunReport) -> go.Figure:
     figure.update_xaxes(title="minutes since the run began", row=2, col=1)
     figure.update_yaxes(title="cut, ms", rangemode="tozero", row=1, col=1)
     figure.update_yaxes(title="write, s", rangemode="tozero", row=2, col=1)
-    return _styled(figure, height=460).update_layout(hovermode="closest")
+    return styled(figure, height=460).update_layout(hovermode="closest")
 
 
 def _throughput(report: RunReport) -> go.Figure:
@@ -166,7 +167,7 @@ def _throughput(report: RunReport) -> go.Figure:
     figure.add_vline(x=0, line={"color": "#4b5563", "dash": "dot"}, annotation_text="stop")
     figure.update_xaxes(title="seconds since the stop")
     figure.update_yaxes(title="sealed tokens per second", rangemode="tozero")
-    return _styled(figure).update_layout(showlegend=True)
+    return styled(figure).update_layout(showlegend=True)
 
 
 def _stops(report: RunReport) -> go.Figure:
@@ -177,7 +178,7 @@ def _stops(report: RunReport) -> go.Figure:
         figure.add_trace(go.Bar(x=stops, y=values, name=shown, marker_color=colour, hovertemplate="%{y:.2f} s"))
     figure.update_layout(barmode="group")
     figure.update_yaxes(title="seconds")
-    return _styled(figure)
+    return styled(figure)
 
 
 def _lost(report: RunReport) -> go.Figure:
@@ -188,4 +189,4 @@ def _lost(report: RunReport) -> go.Figure:
         figure.add_trace(go.Bar(x=stops, y=own["lost_s"].to_list(), name=f"against {run}", marker_color=colour))
     figure.update_layout(barmode="group")
     figure.update_yaxes(title="lost progress, s")
-    return _styled(figure, height=340).update_layout(showlegend=True)
+    return styled(figure, height=340).update_layout(showlegend=True)

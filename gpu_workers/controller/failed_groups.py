@@ -127,6 +127,7 @@ class FailedGroups:
             prompt_id=replacement.prompt.prompt_id,
             epoch=replacement.prompt.epoch,
             batch=replacement.batch,
+            level=replacement.level,
         )
         trace.record(
             "group_admitted",

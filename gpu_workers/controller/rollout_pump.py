@@ -79,6 +79,7 @@ class RolloutPump:
                 prompt_id=group.prompt.prompt_id,
                 epoch=group.prompt.epoch,
                 batch=group.batch,
+                level=group.level,
             )
         return groups
 

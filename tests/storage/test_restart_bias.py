@@ -116,6 +116,15 @@ def test_groups_of_another_time_do_not_count_since_a_run_learns(stopped: Callabl
     assert reward.is_biased
 
 
+def test_a_group_is_of_the_level_that_it_was_reserved_with(stopped: Callable[[str], Stopped]) -> None:
+    history = stopped("sibling").history(1)
+    facts = {"t": 800.0, "run_process": "first-sibling", "event": "group_reserved", "level": "turn"}
+    reserved = [{**facts, "group_id": f"e0-p{number}"} for number in range(GROUPS - 10, GROUPS + 20)]
+    found = restart_bias(History([*reserved, *history.events], history.manifests))
+    counts = {(one.level, one.interrupted.groups, one.others.groups) for one in found if one.interrupted and one.others}
+    assert counts == {("turn", 20, 10), ("sibling", GROUPS - 20, GROUPS - 10)}
+
+
 def test_a_run_that_was_never_stopped_has_one_side_only(stopped: Callable[[str], Stopped]) -> None:
     history = stopped("sibling").history(1)
     first = [event for event in history.events if event["run_process"] != "second"]
