@@ -22,6 +22,8 @@ from tasks.accounting import audit
 from tasks.bias_table import bias_tables
 from tasks.report_tables import ReportTable, report_tables
 
+_FEW = 4
+
 
 def report_run(
     run: str, store_url: str, console: Console, *, against: Sequence[str], html: Path | None, as_json: bool
@@ -40,7 +42,7 @@ def report_run(
         put_json({"run": run, "against": list(against), **document})
     else:
         for table in tables:
-            console.print(_rich(table))
+            console.print(_rich(table, console.width))
         if html is not None:
             console.print(f"Written: {html}", soft_wrap=True)
     if problems:
@@ -78,17 +80,34 @@ def write_page(
     path.write_text(report_page(report.run, store_url, plots, tables, problems), encoding="utf-8")
 
 
-def _rich(table: ReportTable) -> Table:
+def _rich(table: ReportTable, width: int) -> Table:
+    """Rows as lines; as columns where they are few and their lines would not fit."""
     drawn = Table(title=table.title, title_justify="left", caption=table.note or None, caption_justify="left")
-    if table.key == "summary":
-        for column in ("", "value"):
-            drawn.add_column(column, justify="right" if column else "left")
-        for name, value in table.rows[0].items():
-            drawn.add_row(name, shown(value))
+    if table.key == "summary" or (len(table.rows) <= _FEW and _needed(table) > width):
+        named = table.key == "summary"
+        names = ["value"] if named else [shown(value) for value in _first(table)]
+        drawn.add_column("" if named else next(iter(table.rows[0])))
+        for name in names:
+            drawn.add_column(name, justify="right", overflow="fold")
+        for column in list(table.rows[0])[0 if named else 1 :]:
+            drawn.add_row(column, *(shown(row[column]) for row in table.rows))
         return drawn
     for column in table.rows[0]:
         is_text = any(isinstance(row[column], str) and row[column] for row in table.rows)
-        drawn.add_column(column, justify="left" if is_text else "right")
+        drawn.add_column(column, justify="left" if is_text else "right", overflow="fold")
     for row in table.rows:
         drawn.add_row(*(shown(value) for value in row.values()))
     return drawn
+
+
+def _first(table: ReportTable) -> list[object]:
+    """The first column, which names the rows."""
+    column = next(iter(table.rows[0]))
+    return [row[column] for row in table.rows]
+
+
+def _needed(table: ReportTable) -> int:
+    """Characters that the rows take as lines, with headings that break between words."""
+    cells = [[len(shown(row[column])) for row in table.rows] for column in table.rows[0]]
+    headings = [max(map(len, column.split()), default=0) for column in table.rows[0]]
+    return sum(max(heading, *lengths) + 3 for heading, lengths in zip(headings, cells, strict=True)) + 1

@@ -19,7 +19,7 @@ def bias_panels(comparisons: Sequence[Comparison]) -> list[Panel]:
     told = [one for one in comparisons if one.interrupted is not None]
     if not told:
         return []
-    figure = make_subplots(rows=1, cols=len(UNITS), subplot_titles=list(UNITS.values()), horizontal_spacing=0.12)
+    figure = make_subplots(rows=1, cols=len(UNITS), horizontal_spacing=0.12)
     for column, measure in enumerate(UNITS, start=1):
         own = [one for one in told if one.measure == measure]
         for name, shown, colour in _KINDS:
