@@ -1,7 +1,8 @@
-"""`midflight chaos`: a home with services, scenarios one after the other, a table, an exit code."""
+"""`midflight chaos`: a home with services, scenarios beside each other, a table, an exit code."""
 
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -32,6 +33,7 @@ def run_chaos(planned: Sequence[Scenario], *, at_once: int, keep: bool, as_json:
 
     Raises ChaosFailed when one of them broke a promise, after everything was shown.
     """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # cleared up as after Ctrl-C
     with _home(console, keep=keep) as home, _services(home, console) as player:
         results = _play_all(planned, player, at_once, console)
     if as_json:

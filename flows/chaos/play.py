@@ -27,8 +27,9 @@ from tasks.run_progress import TraceFollower
 
 TINY = Path(__file__).resolve().parents[2] / "configs" / "tiny.yaml"
 POLL_S = 0.02
-DEADLINE_S = 300.0
-ENDS_WITHIN_S = 30.0
+# Generous, so that a slow machine is no violation: only what hangs meets them.
+DEADLINE_S = 900.0
+ENDS_WITHIN_S = 60.0
 # Beside one for each fault: a fault may meet a start that an earlier one has caused.
 MORE_STARTS = 3
 
