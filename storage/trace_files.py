@@ -18,7 +18,7 @@ from storage.trace_lines import Event, parsed, parsed_lines
 from storage.trace_schema import COLUMNS
 
 _CHUNK_EVENTS = 20_000
-PART_EVENTS = 100_000
+PART_EVENTS = 50_000
 _TRIES = 3
 _TAIL_BYTES = 2**20
 

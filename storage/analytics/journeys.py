@@ -50,15 +50,19 @@ def follow(trace: pl.LazyFrame, lives: pl.DataFrame, folder: Path, *, batch_even
 
 
 def _batches(trace: pl.LazyFrame, life: dict[str, Any], batch_events: int) -> Iterator[pl.DataFrame]:
-    """The events of one life in their order, each with the group it is about."""
-    own = trace.filter(
-        pl.col("run") == life["run"],
-        pl.col("run_process") == life["run_process"],
-        pl.col("line") >= life["first_line"],
-    )
+    """The events of one life in their order, each with the group it is about.
+
+    Each batch is a query of its own: the statistics of the Parquet files say where its lines are, and nothing is read
+    ahead.
+    """
+    line = pl.col("line")
+    own = trace.filter(run=life["run"], run_process=life["run_process"]).filter(line >= life["first_line"])
+    last = own.select(line.max()).collect(engine="streaming").item()
     of_rollout = pl.col("rollout_id").str.replace(r"_g\d+$", "")
     chosen = own.select(*_COLUMNS).with_columns(pl.coalesce("group_id", of_rollout).alias("group_id"))
-    yield from chosen.collect_batches(chunk_size=batch_events, maintain_order=True, engine="streaming")
+    for first in range(life["first_line"], (life["first_line"] if last is None else last) + 1, batch_events):
+        wanted = line.is_between(first, first + batch_events, closed="left")
+        yield chosen.filter(wanted).collect(engine="streaming").sort("line")
 
 
 class _Table:

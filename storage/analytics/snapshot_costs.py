@@ -2,18 +2,20 @@
 
 import polars as pl
 
-_FACTS = ("cut_ms", "barrier_wait_ms", "write_s", "groups", "rows", "running_attempts", "recorded_steps")
+_FACTS = ("step", "cut_ms", "barrier_wait_ms", "write_s", "groups", "rows", "running_attempts", "recorded_steps")
 
 
 def snapshot_attempts(trace: pl.LazyFrame) -> pl.DataFrame:
     """One row for each attempt that was recorded, by run and time: `after_s` since the first event of the run, number,
     outcome, reason, step, and the costs of a completed one (cut and barrier wait in milliseconds, write in seconds).
     """
-    origins = trace.group_by("run").agg(pl.col("t").min().alias("origin"))
-    attempts = trace.filter(event="snapshot_attempt").join(origins, on="run")
+    origins = trace.group_by("run").agg(pl.col("t").min().alias("origin")).collect(engine="streaming")
+    chosen = trace.filter(event="snapshot_attempt").select(
+        "run", "t", "number", "outcome", "reason", "sequence", *_FACTS
+    )
+    attempts = chosen.collect(engine="streaming").join(origins, on="run")
     after = (pl.col("t") - pl.col("origin")).alias("after_s")
-    chosen = attempts.select("run", "t", after, "number", "outcome", "reason", "sequence", "step", *_FACTS)
-    return chosen.sort("run", "t").collect(engine="streaming")
+    return attempts.select("run", "t", after, pl.exclude("run", "t", "origin")).sort("run", "t")
 
 
 def snapshot_summary(trace: pl.LazyFrame) -> pl.DataFrame:

@@ -1,5 +1,8 @@
 """What each stop of a run cost, in seconds of attempts and of steps."""
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import polars as pl
 
 from storage.analytics.journeys import Journeys
@@ -33,40 +36,53 @@ def stops(trace: pl.LazyFrame, lives: pl.DataFrame, journeys: Journeys) -> pl.Da
     return facts.with_columns(pl.selectors.numeric().exclude("sequence").fill_null(0)).sort("run", "stop")
 
 
-def _cuts(lives: pl.DataFrame) -> pl.LazyFrame:
-    """Which life each stop goes back to, and up to when it counts."""
-    return lives.lazy().filter(pl.col("life") > 0).select("run", pl.col("life").alias("stop"), "cut_life", "cut_time")
+def _of_each_stop(lives: pl.DataFrame, query: Callable[[Mapping[str, Any]], pl.LazyFrame]) -> pl.DataFrame:
+    """The one row of the query for each stop. A join would hold the long side in memory; these are filters."""
+    later = lives.filter(pl.col("life") > 0).iter_rows(named=True)
+    rows = [
+        query(life)
+        .collect(engine="streaming")
+        .select(pl.lit(life["run"]).alias("run"), pl.lit(life["life"], pl.Int64()).alias("stop"), pl.all())
+        for life in later
+    ]
+    return pl.concat(rows) if rows else pl.DataFrame(schema={"run": pl.String(), "stop": pl.Int64()})
 
 
 def _thrown_away(lives: pl.DataFrame, journeys: Journeys) -> pl.DataFrame:
-    at_cut = journeys.attempts.join(_cuts(lives), left_on=["run", "life"], right_on=["run", "cut_life"]).filter(
-        pl.col("dispatched_at") <= pl.col("cut_time"),
-        pl.col("ended_at").is_null() | (pl.col("ended_at") > pl.col("cut_time")),
-    )
-    went_on = journeys.attempts.filter("resumed").select("run", pl.col("life").alias("stop"), "rollout_id")
-    lost = at_cut.join(went_on, on=["run", "stop", "rollout_id"], how="anti")
-    seconds = (pl.col("cut_time") - pl.col("dispatched_at")).sum().alias("thrown_away_s")
-    return lost.group_by("run", "stop").agg(pl.len().alias("running"), seconds).collect(engine="streaming")
+    def of(life: Mapping[str, Any]) -> pl.LazyFrame:
+        own, cut_time = journeys.attempts.filter(run=life["run"]), life["cut_time"]
+        at_cut = own.filter(
+            pl.col("life") == pl.lit(life["cut_life"], pl.Int64()),
+            pl.col("dispatched_at") <= cut_time,
+            pl.col("ended_at").is_null() | (pl.col("ended_at") > cut_time),
+        )
+        went_on = own.filter(pl.col("life") == life["life"], "resumed").select("rollout_id")
+        seconds = (cut_time - pl.col("dispatched_at")).sum().alias("thrown_away_s")
+        return at_cut.join(went_on, on="rollout_id", how="anti").select(pl.len().alias("running"), seconds)
+
+    return _of_each_stop(lives, of)
 
 
 def _redone(trace: pl.LazyFrame, lives: pl.DataFrame, journeys: Journeys) -> pl.DataFrame:
     """Siblings that were sealed after the cut, or in groups that were launched again: so few that they fit in memory,
     unless a run starts afresh.
     """
-    sealed = journeys.attempts.filter(ending="sealed")
-    named = lives.lazy().select("run", "run_process", pl.col("life").alias("stop"))
-    again = trace.filter(event="redispatched").join(named, on=["run", "run_process"]).select("run", "stop", "group_id")
-    before = sealed.join(_cuts(lives), on="run").filter(pl.col("life") < pl.col("stop"))
-    first_lost = pl.col("cut_life").fill_null(-1)
-    lost = before.filter(
-        (pl.col("life") > first_lost) | ((pl.col("life") == first_lost) & (pl.col("ended_at") > pl.col("cut_time")))
-    )
-    launched = before.join(again, on=["run", "stop", "group_id"], how="semi")
-    siblings = pl.concat([lost.select("run", "stop", *_SIBLING), launched.select("run", "stop", *_SIBLING)]).unique()
-    new = sealed.join(siblings, left_on=["run", "life", *_SIBLING], right_on=["run", "stop", *_SIBLING], how="semi")
-    seconds = (pl.col("ended_at") - pl.col("dispatched_at")).sum().alias("redone_s")
-    counted = new.group_by("run", pl.col("life").alias("stop")).agg(pl.len().alias("redone"), seconds)
-    return counted.collect(engine="streaming")
+
+    def of(life: Mapping[str, Any]) -> pl.LazyFrame:
+        sealed, number = journeys.attempts.filter(run=life["run"], ending="sealed"), life["life"]
+        again = trace.filter(run=life["run"], run_process=life["run_process"], event="redispatched").select("group_id")
+        before, first_lost = sealed.filter(pl.col("life") < number), life["cut_life"]
+        lost = before.filter(
+            (pl.col("life") > (-1 if first_lost is None else first_lost))
+            | ((pl.col("life") == pl.lit(first_lost, pl.Int64())) & (pl.col("ended_at") > life["cut_time"]))
+        )
+        launched = before.join(again.collect(engine="streaming").lazy(), on="group_id", how="semi")
+        siblings = pl.concat([lost.select(_SIBLING), launched.select(_SIBLING)]).unique().collect(engine="streaming")
+        new = sealed.filter(pl.col("life") == number).join(siblings.lazy(), on=_SIBLING, how="semi")
+        seconds = (pl.col("ended_at") - pl.col("dispatched_at")).sum().alias("redone_s")
+        return new.select(pl.len().alias("redone"), seconds)
+
+    return _of_each_stop(lives, of)
 
 
 def _retrained(trace: pl.LazyFrame, lives: pl.DataFrame) -> pl.DataFrame:

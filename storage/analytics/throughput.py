@@ -1,9 +1,16 @@
 """Tokens per second around each stop of a run."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import polars as pl
 
 WINDOW_S = 120.0
 BINS = 60
+_COUNTED = {
+    **{"run": pl.String(), "stop": pl.Int64(), "bin": pl.Int64()},
+    **{"tokens_per_s": pl.Float64(), "trained_groups_per_s": pl.Float64()},
+}
 
 
 def throughput_around_stops(
@@ -22,25 +29,31 @@ def throughput_around_stops(
         "stopped_at",
         ((pl.col("started_at") - pl.col("stopped_at")).clip(0.0) + window_s).alias("until_s"),
     )
-    events = trace.filter(pl.col("event").is_in(["attempt_sealed", "train_step"])).select(
-        "run", "t", "num_tokens", pl.col("group_ids").list.len().alias("num_groups")
-    )
-    after_s = pl.col("t") - pl.col("stopped_at")
-    near = events.join(windows.lazy(), on="run").filter(after_s >= -window_s, after_s < pl.col("until_s"))
-    counted = near.group_by("run", "stop", (after_s / width).floor().cast(pl.Int64).alias("bin")).agg(
-        (pl.col("num_tokens").sum() / width).alias("tokens_per_s"),
-        (pl.col("num_groups").sum() / width).alias("trained_groups_per_s"),
-    )
+    near = [_near(trace, window, window_s, width) for window in windows.iter_rows(named=True)]
+    counted = pl.concat(near) if near else pl.DataFrame(schema=_COUNTED)
     last = (pl.col("until_s") / width).ceil().cast(pl.Int64)
     all_bins = windows.select("run", "stop", pl.int_ranges(-bins, last).alias("bin")).explode("bin")
-    found = (
-        all_bins.lazy()
-        .join(counted, on=["run", "stop", "bin"], how="left")
-        .with_columns(pl.col("tokens_per_s", "trained_groups_per_s").fill_null(0.0))
+    found = all_bins.join(counted, on=["run", "stop", "bin"], how="left").with_columns(
+        pl.col("tokens_per_s", "trained_groups_per_s").fill_null(0.0)
     )
     middle = ((pl.col("bin") + 0.5) * width).alias("after_s")
+    return found.select("run", "stop", middle, "tokens_per_s", "trained_groups_per_s").sort("run", "stop", "after_s")
+
+
+def _near(trace: pl.LazyFrame, window: Mapping[str, Any], window_s: float, width: float) -> pl.DataFrame:
+    """The bins of one stop in which something happened."""
+    stopped_at, stop = window["stopped_at"], pl.lit(window["stop"], pl.Int64()).alias("stop")
+    near = trace.filter(
+        pl.col("run") == window["run"],
+        pl.col("t").is_between(stopped_at - window_s, stopped_at + window["until_s"], closed="left"),
+        pl.col("event").is_in(["attempt_sealed", "train_step"]),
+    ).select("run", "t", "num_tokens", pl.col("group_ids").list.len().alias("num_groups"))
+    number = ((pl.col("t") - stopped_at) / width).floor().cast(pl.Int64).alias("bin")
     return (
-        found.select("run", "stop", middle, "tokens_per_s", "trained_groups_per_s")
-        .sort("run", "stop", "after_s")
+        near.group_by("run", stop, number)
+        .agg(
+            (pl.col("num_tokens").sum() / width).alias("tokens_per_s"),
+            (pl.col("num_groups").sum() / width).alias("trained_groups_per_s"),
+        )
         .collect(engine="streaming")
     )
