@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 # Long enough that events that follow each other share a write: waking the thread costs more than writing a line.
 _FILE_INTERVAL_S = 0.01
+_LOOKS_BEFORE_WAITING = 5
 _SEGMENT_INTERVAL_S = 1.0
 _MAX_WAITING = 200_000
 _CLOSE_TIMEOUT_S = 10.0
@@ -89,13 +90,29 @@ class TraceWriter:
         self._sink.close()
 
     def _take_burst(self) -> list[_Item]:
-        """Wait for an event and take those that follow it closely; None is the last one."""
-        burst = [self._waiting.get()]
-        if burst[0] is not None and self._sink.interval_s > _FILE_INTERVAL_S:
+        """The events of one interval; None is the last one of all.
+
+        Where events come one after the other, looking once in an interval is cheaper than being woken by each.
+        """
+        for _ in range(_LOOKS_BEFORE_WAITING):
+            self._pause()
+            if burst := self._drain():
+                return burst
+        first = self._waiting.get()
+        if first is None:
+            return [None]
+        self._pause()
+        return [first, *self._drain()]
+
+    def _pause(self) -> None:
+        if self._sink.interval_s > _FILE_INTERVAL_S:
             self._closing.wait(self._sink.interval_s)
-        elif burst[0] is not None:
+        else:
             time.sleep(self._sink.interval_s)  # short enough for `close`, and half the price of a wait
-        while burst[-1] is not None and not self._waiting.empty():
+
+    def _drain(self) -> list[_Item]:
+        burst: list[_Item] = []
+        while not self._waiting.empty() and (not burst or burst[-1] is not None):
             burst.append(self._waiting.get())
         return burst
 

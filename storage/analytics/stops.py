@@ -36,8 +36,12 @@ def stops(trace: pl.LazyFrame, lives: pl.DataFrame, journeys: Journeys) -> pl.Da
     return facts.with_columns(pl.selectors.numeric().exclude("sequence").fill_null(0)).sort("run", "stop")
 
 
-def _of_each_stop(lives: pl.DataFrame, query: Callable[[Mapping[str, Any]], pl.LazyFrame]) -> pl.DataFrame:
-    """The one row of the query for each stop. A join would hold the long side in memory; these are filters."""
+def _of_each_stop(
+    lives: pl.DataFrame, query: Callable[[Mapping[str, Any]], pl.LazyFrame], *, count: str, seconds: str
+) -> pl.DataFrame:
+    """The one row of the query for each stop, with a count and seconds. A join of all stops would hold its long side in
+    memory; these are filters.
+    """
     later = lives.filter(pl.col("life") > 0).iter_rows(named=True)
     rows = [
         query(life)
@@ -45,7 +49,8 @@ def _of_each_stop(lives: pl.DataFrame, query: Callable[[Mapping[str, Any]], pl.L
         .select(pl.lit(life["run"]).alias("run"), pl.lit(life["life"], pl.Int64()).alias("stop"), pl.all())
         for life in later
     ]
-    return pl.concat(rows) if rows else pl.DataFrame(schema={"run": pl.String(), "stop": pl.Int64()})
+    nothing = {"run": pl.String(), "stop": pl.Int64(), count: pl.UInt32(), seconds: pl.Float64()}
+    return pl.concat(rows) if rows else pl.DataFrame(schema=nothing)
 
 
 def _thrown_away(lives: pl.DataFrame, journeys: Journeys) -> pl.DataFrame:
@@ -60,7 +65,7 @@ def _thrown_away(lives: pl.DataFrame, journeys: Journeys) -> pl.DataFrame:
         seconds = (cut_time - pl.col("dispatched_at")).sum().alias("thrown_away_s")
         return at_cut.join(went_on, on="rollout_id", how="anti").select(pl.len().alias("running"), seconds)
 
-    return _of_each_stop(lives, of)
+    return _of_each_stop(lives, of, count="running", seconds="thrown_away_s")
 
 
 def _redone(trace: pl.LazyFrame, lives: pl.DataFrame, journeys: Journeys) -> pl.DataFrame:
@@ -82,7 +87,7 @@ def _redone(trace: pl.LazyFrame, lives: pl.DataFrame, journeys: Journeys) -> pl.
         seconds = (pl.col("ended_at") - pl.col("dispatched_at")).sum().alias("redone_s")
         return new.select(pl.len().alias("redone"), seconds)
 
-    return _of_each_stop(lives, of)
+    return _of_each_stop(lives, of, count="redone", seconds="redone_s")
 
 
 def _retrained(trace: pl.LazyFrame, lives: pl.DataFrame) -> pl.DataFrame:

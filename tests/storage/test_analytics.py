@@ -211,7 +211,9 @@ def test_a_run_without_a_trace_has_no_figures(memory_store: Store) -> None:
     with analysed(memory_store, SimulatedRun("run", 0, stops=0)) as (trace, lives, journeys):
         assert lives.is_empty()
         assert train_steps(trace, lives, journeys).is_empty()
-        assert stops(trace, lives, journeys).is_empty()
+        costs = stops(trace, lives, journeys)
+        assert costs.is_empty()
+        assert {"thrown_away_s", "redone_s", "retrained_s"} <= set(costs.columns)
         assert stage_seconds(journeys).is_empty()
         assert throughput_around_stops(trace, lives).is_empty()
         assert lost_progress(lives, journeys, "run", ["other"]).is_empty()
