@@ -1,5 +1,6 @@
 """Rollouts that a Gym plays: which are running here, and the model calls that each has made so far."""
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,11 +16,12 @@ from gpu_workers.generation.model_calls import ModelCalls
 
 @dataclass(slots=True)
 class GymRollout:
-    """One rollout and its captured calls, in the order in which they were asked for."""
+    """One rollout and its captured calls, in the order in which they were asked for; `generation_s`: their seconds."""
 
     order: GroupOrder
     sibling: SiblingOrder
     asked: int = 0
+    generation_s: float = 0.0
     captured: dict[int, pa.RecordBatch] = field(default_factory=dict)
     _said: tuple[ChatMessage, ...] = ()
     _tokens: tuple[int, ...] = ()
@@ -78,7 +80,9 @@ class GymRollouts:
         rollout = self._running[key]
         tokens, turn = self.prompt(key, messages), rollout.asked
         rollout.asked += 1
+        began = time.perf_counter()
         completion = await self._calls.complete(rollout.order, rollout.sibling, tokens, turn=turn)
+        rollout.generation_s += time.perf_counter() - began
         answer = self._task.text(completion.token_ids)
         rollout.captured[turn] = staged_call(rollout.order, rollout.sibling, completion, prompt=tokens, turn=turn)
         rollout.add(messages, answer, (*tokens, *completion.token_ids))

@@ -1,6 +1,7 @@
 """Runs one sibling whose rollout an agent of a Gym plays from beginning to end."""
 
 import json
+import time
 
 from gpu_workers.controller.ports import Failure, GroupOrder, SiblingOrder, SiblingResult
 from gpu_workers.environments.gym_run import GymAgents
@@ -30,6 +31,7 @@ class GymRunner:
         """
         episode = EpisodeId(rollout_id(order.group_id, sibling.generation_index), sibling.environment_attempt)
         agent = self._task.agent(order.prompt.ref.prompt_id)
+        began = time.perf_counter()
         try:
             with self._rollouts.running(episode, order, sibling) as rollout:
                 outcome = await self._agents.run(agent, json.loads(order.prompt.task_json), episode)
@@ -46,5 +48,11 @@ class GymRunner:
                 sibling.generation_index, sibling.attempt, failure=Failure(error.retryable, str(error))
             )
         return SiblingResult(
-            sibling.generation_index, sibling.attempt, calls=calls, reward=outcome.reward, masked=outcome.masked
+            sibling.generation_index,
+            sibling.attempt,
+            calls=calls,
+            reward=outcome.reward,
+            masked=outcome.masked,
+            generation_s=rollout.generation_s,
+            environment_s=max(time.perf_counter() - began - rollout.generation_s, 0.0),
         )

@@ -138,6 +138,8 @@ async def world(task: GymTask) -> AsyncIterator[World]:
 async def test_every_model_call_is_captured_with_the_exact_tokens_and_the_agent_s_reward_counts(world: World) -> None:
     result = await world.run(SiblingOrder(2, 1, environment_attempt=3))
     assert (result.failure, result.reward, result.masked) == (None, 0.75, False)
+    assert result.generation_s > 0
+    assert result.environment_s > 0
     rows = result.calls.to_pylist()
     assert [row["row_id"] for row in rows] == ["e0-p0_g2/a1/t0", "e0-p0_g2/a1/t1"]
     assert [row["parent_key"] for row in rows] == [None, "e0-p0_g2/a1/t0"]
