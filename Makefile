@@ -36,7 +36,7 @@ check: install ## ruff, ruff format, mypy --strict, import-linter
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: install ## the benchmarks, as tables (about 50 minutes; SHORT=1: about 20)
+bench: install ## the benchmarks, as tables (about an hour; SHORT=1: about 25 minutes)
 	@$(BIN)/python -m pytest benchmarks -m benchmark -s $(ARGS)
 	@$(BIN)/python -m benchmarks.engine_start
 	@$(BIN)/python -m benchmarks.generation_throughput
