@@ -123,7 +123,7 @@ def scenario(kind: Kind, seed: int) -> Scenario:
             return Scenario(kind, seed, settings, faults=(first, second))
         case Kind.CRASH_IN_RESTORE:
             faults = tuple(_kill_at(chance, point) for point in chance.choices(_OF_A_RESTORE, k=chance.randint(1, 2)))
-            return Scenario(kind, seed, settings, kill=_kill_of_all(chance), faults=faults)
+            return _after_a_crash(kind, seed, settings, faults, chance)
         case Kind.TORN_FILE:
             return Scenario(kind, seed, settings, faults=(_torn(chance),))
         case Kind.FLIPPED_BIT:
@@ -186,8 +186,27 @@ def _at_point(kind: Kind, seed: int, settings: Mapping[str, Any], chance: random
         settings = {**settings, **_MULTI_TURN}
     if "delete" in point or point.startswith("retired"):
         settings = {**settings, "checkpointing.save_period": 1}  # more checkpoints than are kept
-    kill = _kill_of_all(chance) if point in _AFTER_A_CRASH or point.startswith("restore:") else None
-    return Scenario(kind, seed, settings, kill=kill, faults=(_kill_at(chance, point),))
+    fault = _kill_at(chance, point)
+    if point in _AFTER_A_CRASH or point.startswith("restore:"):
+        return _after_a_crash(kind, seed, settings, (fault,), chance)
+    return Scenario(kind, seed, settings, faults=(fault,))
+
+
+def _after_a_crash(
+    kind: Kind, seed: int, settings: Mapping[str, Any], faults: tuple[Fault, ...], chance: random.Random
+) -> Scenario:
+    """Kills in the restore that follows a crash. Where they wait for something to be read, the crash comes when a
+    bundle was published that is sure to have it: a part, tables, and a trainer checkpoint that it stands on.
+    """
+    if not _AFTER_A_CRASH & {fault.point for fault in faults}:
+        return Scenario(kind, seed, settings, kill=_kill_of_all(chance), faults=faults)
+    settings = {**settings, "async_rl.max_lookahead_versions": 1, "checkpointing.async_save": False}
+    noticed = tuple(
+        Fault(point, Action.SLOW, visit=chance.randint(1, 2))
+        for point in ("checkpoint-manifest:after-write", "part:after-write")
+    )
+    crash = Fault("*-manifest:after-write", Action.KILL)
+    return Scenario(kind, seed, settings, faults=(*noticed, crash, *faults))
 
 
 def _torn(chance: random.Random) -> Fault:
