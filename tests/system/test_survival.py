@@ -38,8 +38,9 @@ SETTINGS = {
 def kill_when(
     midflight: Any, run: str, moment: Callable[[Sequence[Event]], bool], *, lives_before: frozenset[str] | None = None
 ) -> list[Event]:
-    """SIGKILL the run's processes at the moment that the newest life's trace shows; returns that life's trace. It is the
-    one that comes after those of `lives_before`; None: after those that there have been.
+    """SIGKILL the run's processes at the moment that the newest life's trace shows; returns that life's trace.
+
+    It is the one after those of `lives_before`; None: after those that there have been.
 
     The controller is frozen first. Only when nothing was published since, by the trace and by the store, is it the
     moment; otherwise the controller goes on, and the next such moment is waited for.
