@@ -65,7 +65,8 @@ def panels(report: RunReport) -> Iterator[Panel]:
         yield Panel(
             "throughput",
             "Throughput around each stop",
-            "Tokens of sealed siblings per second, from two minutes before a stop to two minutes after the next start.",
+            "Tokens of sealed siblings per second, two minutes before each stop and two minutes from the next start "
+            "on. The time between them is left out.",
             _throughput(report),
         )
         yield Panel(
@@ -159,13 +160,14 @@ def _throughput(report: RunReport) -> go.Figure:
     figure = go.Figure()
     colours = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY, GREY, "#000000")
     newest = report.stops["stop"].to_list()[-_MOST_STOPS:]
+    down = dict(report.stops.select("stop", "down_s").iter_rows())
     for colour, stop in zip(colours, newest, strict=False):
         own = report.throughput.filter(stop=stop)
         line = {"color": colour, "shape": "hvh"}
         points = {"x": own["after_s"].to_list(), "y": own["tokens_per_s"].to_list()}
-        figure.add_trace(go.Scatter(**points, name=f"stop {stop}", mode="lines", line=line))
-    figure.add_vline(x=0, line={"color": "#4b5563", "dash": "dot"}, annotation_text="stop")
-    figure.update_xaxes(title="seconds since the stop")
+        figure.add_trace(go.Scatter(**points, name=f"stop {stop}, down {down[stop]:,.0f} s", mode="lines", line=line))
+    figure.add_vline(x=0, line={"color": "#4b5563", "dash": "dot"}, annotation_text="stop, next start")
+    figure.update_xaxes(title="seconds before the stop (negative) and after the next start")
     figure.update_yaxes(title="sealed tokens per second", rangemode="tozero")
     return styled(figure).update_layout(showlegend=True)
 

@@ -62,12 +62,17 @@ def _staleness(axes: Axes, report: RunReport) -> None:
 
 def _throughput(axes: Axes, report: RunReport) -> None:
     newest = report.stops["stop"].to_list()[-_MOST_STOPS:]
+    down = dict(report.stops.select("stop", "down_s").iter_rows())
     for colour, stop in zip(COLOURS, newest, strict=False):
         own = report.throughput.filter(stop=stop)
         points = own["after_s"].to_list(), own["tokens_per_s"].to_list()
-        axes.step(*points, where="mid", label=f"stop {stop}", color=colour)
+        axes.step(*points, where="mid", label=f"stop {stop}, down {down[stop]:,.0f} s", color=colour)
     axes.axvline(0.0, color="#4b5563", linestyle=":")
-    axes.set(title="Throughput around stops", xlabel="seconds since the stop", ylabel="sealed tokens per second")
+    axes.set(
+        title="Throughput around stops",
+        xlabel="seconds before the stop and after the next start",
+        ylabel="sealed tokens per second",
+    )
     axes.legend(fontsize=8, frameon=False)
 
 
