@@ -1,6 +1,7 @@
-"""A Prefect API for flows that run in the test process, and a stored run that is restored."""
+"""A Prefect API for flows that run in the test process, a stored run and its restore, and commands about it."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,12 @@ import pytest
 from prefect.settings import PREFECT_LOCAL_STORAGE_PATH, PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
 from prefect.testing.utilities import prefect_test_harness
 
+from flows.cli import main
 from storage.filesystem import open_store
 from storage.layout import RunLayout
 from storage.manifests import Manifest, read_log
+
+STORE = Path(__file__).resolve().parents[1] / "storage/formats/trained-run"
 
 
 @pytest.fixture(scope="session")
@@ -21,6 +25,29 @@ def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     settings = {PREFECT_LOCAL_STORAGE_PATH: str(results), PREFECT_LOGGING_TO_API_ENABLED: False}
     with prefect_test_harness(server_startup_timeout=120), temporary_settings(settings):
         yield results
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The store of this home: run `demo`, which was trained for one step, with checkpoint 1 and snapshot 2."""
+    folder = tmp_path / "home" / "store"
+    shutil.copytree(STORE, folder)
+    monkeypatch.setenv("MIDFLIGHT_HOME", str(folder.parent))
+    monkeypatch.setenv("COLUMNS", "200")
+    return folder
+
+
+@pytest.fixture
+def midflight(capsys: pytest.CaptureFixture[str], store: Path) -> Callable[..., tuple[int, str, str]]:
+    """Runs a command in that home: exit code, standard output, standard error without the frame of a panel."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        shown = capsys.readouterr()
+        return int(ended.value.code or 0), shown.out, " ".join(shown.err.replace("│", " ").split())
+
+    return run
 
 
 def _restore_again(store: Path) -> Manifest:

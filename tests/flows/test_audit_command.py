@@ -1,7 +1,6 @@
 """`midflight audit`: a run accounted for, for people and machines; what is wrong is named by its first ids."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,34 +9,10 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 
 from flows.audit import audit
-from flows.cli import FAILURE, MISTAKE, main
+from flows.cli import FAILURE, MISTAKE
 from storage.errors import BrokenInvariant
 
-STORE = Path(__file__).resolve().parents[1] / "storage/formats/trained-run"
 Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The store of this home: run `demo`, which was trained for one step."""
-    folder = tmp_path / "home" / "store"
-    shutil.copytree(STORE, folder)
-    monkeypatch.setenv("MIDFLIGHT_HOME", str(folder.parent))
-    monkeypatch.setenv("COLUMNS", "200")
-    return folder
-
-
-@pytest.fixture
-def midflight(capsys: pytest.CaptureFixture[str], store: Path) -> Run:
-    """Runs a command: exit code, standard output, standard error."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main(arguments)
-        shown = capsys.readouterr()
-        return int(ended.value.code or 0), shown.out, " ".join(shown.err.replace("│", " ").split())
-
-    return run
 
 
 def _forget(store: Path, event: str) -> str:

@@ -1,32 +1,12 @@
 """`midflight report`: for people, for machines, and as a page; it reads the store and changes nothing."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
+from flows.cli import FAILURE, MISTAKE
 
-from flows.cli import FAILURE, MISTAKE, main
-
-STORE = Path(__file__).resolve().parents[1] / "storage/formats/trained-run"
 Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def midflight(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    """Runs a command: exit code, standard output, standard error."""
-    monkeypatch.setenv("MIDFLIGHT_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("COLUMNS", "200")
-    shutil.copytree(STORE, tmp_path / "home" / "store")
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main(arguments)
-        shown = capsys.readouterr()
-        return int(ended.value.code or 0), shown.out, " ".join(shown.err.replace("│", " ").split())
-
-    return run
 
 
 def _content(folder: Path) -> dict[str, bytes]:

@@ -2,45 +2,19 @@
 
 import io
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from rich.console import Console
 
-from flows.cli import FAILURE, main
+from flows.cli import FAILURE
 from flows.restore_plan_command import show_outcome, show_plan
 from storage.filesystem import open_store
 from storage.layout import RunLayout
 from storage.manifests import Manifest, read_log
 from storage.run_config import RunConfig
 
-STORE = Path(__file__).resolve().parents[1] / "storage/formats/trained-run"
 Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The store of this home: run `demo` with checkpoint 1 and snapshot 2."""
-    folder = tmp_path / "home" / "store"
-    shutil.copytree(STORE, folder)
-    monkeypatch.setenv("MIDFLIGHT_HOME", str(folder.parent))
-    monkeypatch.setenv("COLUMNS", "200")
-    return folder
-
-
-@pytest.fixture
-def midflight(capsys: pytest.CaptureFixture[str], store: Path) -> Run:
-    """Runs a command: exit code, standard output, standard error."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main(arguments)
-        shown = capsys.readouterr()
-        return int(ended.value.code or 0), shown.out, shown.err
-
-    return run
 
 
 def test_the_plan_agrees_with_the_manifest_of_the_bundle_that_would_be_restored(midflight: Run, store: Path) -> None:

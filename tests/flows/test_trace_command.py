@@ -2,15 +2,13 @@
 
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from flows.cli import MISTAKE, main
+from flows.cli import MISTAKE
 
-STORE = Path(__file__).resolve().parents[1] / "storage/formats/trained-run"
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -18,22 +16,6 @@ Run = Callable[..., tuple[int, str, str]]
 def trace_file(tmp_path: Path) -> Path:
     """The only trace of run `demo` of this home."""
     return tmp_path / "home" / "store" / "demo" / "trace" / "incarnation-1.jsonl"
-
-
-@pytest.fixture
-def midflight(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    """Runs a command: exit code, standard output, standard error."""
-    monkeypatch.setenv("MIDFLIGHT_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("COLUMNS", "200")
-    shutil.copytree(STORE, tmp_path / "home" / "store")
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main(arguments)
-        shown = capsys.readouterr()
-        return int(ended.value.code or 0), shown.out, " ".join(shown.err.replace("│", " ").split())
-
-    return run
 
 
 def test_a_trace_that_may_still_be_written_stays_and_one_that_is_over_becomes_parquet(

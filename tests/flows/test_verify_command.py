@@ -7,32 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli import FAILURE, MISTAKE, main
+from flows.cli import FAILURE, MISTAKE
 
-STORE = Path(__file__).resolve().parents[1] / "storage/formats/trained-run"
 Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Path:
-    """The store of this home: run `demo` with checkpoint 1 and snapshot 2."""
-    return tmp_path / "home" / "store"
-
-
-@pytest.fixture
-def midflight(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, store: Path) -> Run:
-    """Runs a command: exit code, standard output, standard error."""
-    monkeypatch.setenv("MIDFLIGHT_HOME", str(store.parent))
-    monkeypatch.setenv("COLUMNS", "200")
-    shutil.copytree(STORE, store)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main(arguments)
-        shown = capsys.readouterr()
-        return int(ended.value.code or 0), shown.out, " ".join(shown.err.replace("│", " ").split())
-
-    return run
 
 
 def _content(folder: Path) -> dict[str, bytes]:
