@@ -27,7 +27,7 @@ test: install ## the whole test suite: the fast tests, then those with real Ray,
 test-fast: install ## without the tests that start Ray, vLLM or Prefect (ARGS="-k word" picks some)
 	@$(BIN)/python -m pytest -n 2 --dist loadfile -m "not system and not benchmark" $(ARGS)
 
-chaos: install ## N seeded faults on real runs, each resumed and audited (20: about ten minutes; ARGS="--seed 40")
+chaos: install ## N seeded faults (20) on real runs, each resumed and audited (N=200 at night; ARGS="--seed 40")
 	@$(BIN)/midflight chaos --count $(N) $(ARGS)
 
 check: install ## ruff, ruff format, mypy --strict, import-linter

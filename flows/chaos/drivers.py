@@ -1,7 +1,7 @@
 """Flow runs of `train` without a worker: each in a process of its own, forked from one that has imported everything.
 
-A worker's polling, a Python that starts for each flow run, and the child flow run of each restore cost two thirds of a
-scenario and are none of its business. What runs is the flow itself, against the same Prefect server.
+A worker's polling, a Python that starts for each flow run, and the child flow run of each restore cost time and are
+none of a scenario's business. What runs is the flow itself, against the same Prefect server.
 """
 
 import asyncio
