@@ -60,7 +60,7 @@ class TraceWriter:
         self._thread = threading.Thread(target=self._write_all, name="midflight-trace", daemon=True)
         self._thread.start()
         if (faults := planned_faults(layout.run)) is not None:
-            self.record("faults_planned", faults=faults)
+            self.record("faults_planned", faults={str(number): fault for number, fault in enumerate(faults)})
 
     def record(self, event: str, **fields: Any) -> None:
         """Append one event with the wall-clock time of this call."""

@@ -12,7 +12,7 @@ import polars as pl
 _TEXT, _WHOLE, _REAL, _FLAG = pl.String(), pl.Int64(), pl.Float64(), pl.Boolean()
 
 # Objects with keys of their own, such as `metrics`: JSON text in a frame.
-OBJECTS = frozenset({"metrics", "pids", "timings"})
+OBJECTS = frozenset({"faults", "metrics", "pids", "timings"})
 
 # What every event has: Unix seconds, the process that recorded it, its name.
 HEAD: Mapping[str, pl.DataType] = {"t": _REAL, "run_process": _TEXT, "event": _TEXT}
@@ -90,6 +90,9 @@ EVENTS: Mapping[str, EventType] = {
     "run_ended": EventType("It has ended in order, and says why.", ("reason",)),
     "fenced": EventType("Another controller has claimed the run.", ("reason",)),
     "trace_lost": EventType("So many events could not be written for too long and were dropped.", ("events",)),
+    "faults_planned": EventType(
+        "This process is to meet faults on purpose, by their number (docs/chaos.md).", ("faults",)
+    ),
     "group_reserved": EventType(
         "A prompt was taken from the source and promised in the ledger; `level`: what a restart reuses of its group.",
         ("group_id", "prompt_id", "epoch", "batch"),
