@@ -91,7 +91,7 @@ def test_a_trace_says_which_faults_are_planned_for_its_run(tmp_path: Path) -> No
     assert started(tmp_path / "faults", tmp_path / "store", "trace=run", "trace=another")[0] == 0
     store = open_store(str(tmp_path / "store"))
     (told,) = read_events(store, RunLayout("run"))
-    assert (told["event"], told["faults"][0]["point"], told["faults"][0]["action"]) == (
+    assert (told["event"], told["faults"]["0"]["point"], told["faults"]["0"]["action"]) == (
         *("faults_planned", "part:read", "full"),
     )
     assert read_events(store, RunLayout("another")) == []
