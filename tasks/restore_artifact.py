@@ -18,7 +18,6 @@ from storage.run_config import RunConfig
 from tasks.planned_restores import PastRestore, last_restore, plan_for
 from tasks.reports import REFRESH_S, artifact_key, best_effort
 from tasks.restores import link_key
-from tasks.retries import RETRIES, RETRY_DELAYS_S, retry_condition
 
 
 @task(
@@ -27,16 +26,19 @@ from tasks.retries import RETRIES, RETRY_DELAYS_S, retry_condition
     persist_result=True,
     result_serializer="json",
     cache_key_fn=link_key("config", "plan"),
-    retries=RETRIES,
-    retry_delay_seconds=RETRY_DELAYS_S,
-    retry_condition_fn=retry_condition,
 )
 async def plan_restore(config: RunConfig, plan: Mapping[str, int | None]) -> dict[str, Any]:
-    """The figures of the restore that is about to be made; empty for a fresh start. It is shown in the UI at once."""
+    """The figures of the restore that is about to be made, shown in the UI at once. Empty for a fresh start, and when
+    they can't be told (a damaged trace, a store that fails): no restore waits for them.
+    """
     target = plan["target"]
     if target is None:
         return {}
-    figures = await asyncio.to_thread(_figures, config, target)
+    try:
+        figures = await asyncio.to_thread(_figures, config, target)
+    except MidflightError as error:
+        get_run_logger().warning("what the restore of bundle %08d will come to is not known: %s", target, error)
+        return {}
     await _publish(config.name, f"Before the restore of bundle {target:08d}", figures, None)
     return asdict(figures)
 

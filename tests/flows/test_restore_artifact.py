@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prefect import flow
@@ -76,3 +77,15 @@ async def test_a_fresh_start_has_no_plan_and_a_run_that_restored_nothing_no_outc
         return outcome.is_over
 
     assert await under_test()
+
+
+async def test_a_damaged_trace_takes_the_plan_away_and_no_restore(config: RunConfig) -> None:
+    (trace,) = (Path(config.store.url) / "demo" / "trace").glob("*.jsonl")
+    first, _, rest = trace.read_text().partition("\n")
+    trace.write_text(f"{first}\nno event\n{rest}")
+
+    @flow(name="plan-of-a-damaged-trace-under-test")
+    async def under_test() -> dict[str, Any]:
+        return await plan_restore(config, {"target": 2, "anchor": 1})
+
+    assert await under_test() == {}

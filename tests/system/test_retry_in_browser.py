@@ -19,7 +19,7 @@ CHROMIUM = "/usr/bin/chromium"
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 DEADLINE_S = 120
 SCREENSHOTS = Path(__file__).resolve().parents[2] / "build" / "screenshots"
-LINKS = ["select", "verify", "weights", "replay_buffer", "ledger", "spare_prompts", "cursor", "redispatch"]
+LINKS = ["select", "verify", "plan", "weights", "replay_buffer", "ledger", "spare_prompts", "cursor", "redispatch"]
 
 
 @pytest.fixture
@@ -61,7 +61,8 @@ def test_a_failed_restore_is_retried_in_the_ui_and_training_goes_on(new_home, tr
     first = midflight.run(*train_command("s3", {**settings, "algorithm__max_steps": 3}))
     assert first.code == 0, first.text
 
-    s3.close_at_read("/state/", 3)  # chosen, verified, and then read by the controller for the link
+    # Chosen and planned by the command, chosen, verified and planned by the flow, then read by the controller.
+    s3.close_at_read("/state/", 6)
     failed = midflight.run(*train_command("s3", {**settings, "algorithm__max_steps": 6}))
     assert not s3.is_open, failed.text
     assert failed.code == 1, failed.text
@@ -74,7 +75,7 @@ def test_a_failed_restore_is_retried_in_the_ui_and_training_goes_on(new_home, tr
     links = link_states(prefect, restore["id"])[1]
     failed_link = next(link for link in LINKS if links[link] == "Failed")
     done = LINKS[: LINKS.index(failed_link)]
-    assert {"select", "verify"} <= set(done)
+    assert {"select", "verify", "plan"} <= set(done)
     assert links == {**dict.fromkeys(done, "Completed"), failed_link: "Failed"}
 
     s3.open()
