@@ -1,11 +1,13 @@
 """Episodes held by real HTTP servers, which outlive a controller or die under it."""
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -86,6 +88,10 @@ async def served(make_world: Callable[..., Any], servers: list[Server]) -> Async
     await asyncio.gather(*playing, return_exceptions=True)
     for client in clients:
         await client.aclose()
+    with warnings.catch_warnings():
+        # A kill cancels requests; anyio loses a connection whose request is cancelled at the moment it is connected.
+        warnings.filterwarnings("ignore", "unclosed transport", ResourceWarning)
+        gc.collect()
 
 
 def trained_rows(world: Any) -> dict[int, str]:
