@@ -28,8 +28,10 @@ class Evidence:
         """What a bundle holds that the trace does not say."""
         life = self._history.writer_of(bundle.manifest)
         if life is None:
-            # A fork that was made before anything had happened copies no event.
-            if not bundle.manifest.writer.startswith(COPY_PREFIX):
+            # Nothing has happened yet, or (a fork's copy) nothing that is copied.
+            state = bundle.state
+            holds = state.progress.train_steps or state.ledger or state.buffer or state.dropped
+            if holds and not bundle.manifest.writer.startswith(COPY_PREFIX):
                 yield Suspicion("bundles of processes without a trace", f"{bundle.manifest.sequence:08d}"), True
             return
         segments = [Segment(life, cut_time_of(bundle.manifest)), *self._history.below(life)]

@@ -28,14 +28,15 @@ def test_the_configuration_is_that_of_the_newest_bundle(empty_run):
 
 def test_a_bundle_of_nothing_skips_nothing(empty_run):
     empty_run.publish()
-    found = audit(empty_run.store, empty_run.layout)
-    assert (found.skipped, found.trained_twice, found.owned_twice, found.frontier) == ((), (), (), 0)
+    assert audit(empty_run.store, empty_run.layout).problems == []
 
 
 def test_a_bundle_of_a_process_that_left_no_trace_is_named(empty_run):
-    bundle = empty_run.publish()
-    (problem,) = audit(empty_run.store, empty_run.layout).problems
-    assert problem == f"1 bundles of processes without a trace: {bundle.sequence:08d}"
+    bundle = empty_run.publish(train_steps=1)
+    assert (
+        f"1 bundles of processes without a trace: {bundle.sequence:08d}"
+        in audit(empty_run.store, empty_run.layout).problems
+    )
 
 
 def test_a_run_that_published_nothing_cannot_be_accounted_for(tmp_path):
