@@ -14,7 +14,7 @@ from typing import Any, Self
 import httpx
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from gpu_workers.environments.gym_task import create_params, is_materialized
+from gpu_workers.environments.gym_task import create_params, extra_body_of, is_materialized
 from gpu_workers.environments.ports import EpisodeId
 from storage.errors import DataFailure, InfrastructureFailure, RolloutFailure
 
@@ -183,9 +183,5 @@ def _refusal(agent: str, episode: EpisodeId, reply: httpx.Response) -> RolloutFa
 
 
 def _with_key(params: Mapping[str, Any], key: str) -> dict[str, Any]:
-    metadata = params.get("metadata") or {}
-    extra = json.loads(metadata.get("extra_body") or "{}")
-    return {
-        **params,
-        "metadata": {**metadata, ROLLOUT_FIELD: key, "extra_body": json.dumps({**extra, ROLLOUT_FIELD: key})},
-    }
+    extra = json.dumps({**extra_body_of(params), ROLLOUT_FIELD: key})
+    return {**params, "metadata": {**(params.get("metadata") or {}), ROLLOUT_FIELD: key, "extra_body": extra}}

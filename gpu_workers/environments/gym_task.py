@@ -84,8 +84,8 @@ class GymTask(CharacterTask):
         if not self._path.is_absolute():
             raise ConfigurationError(f"data.task is {self._data.task!r}: give {PREFIX} and the absolute path of a file")
         try:
-            lines = self._path.read_text(encoding="utf-8").splitlines()
-        except OSError as error:
+            lines = self._path.read_text(encoding="utf-8").split("\n")  # JSON texts may hold other line separators
+        except (OSError, UnicodeDecodeError) as error:
             raise ConfigurationError(f"data.task is {self._data.task!r}, which can't be read: {error}") from error
         rows = [self._parsed(line, number) for number, line in enumerate(lines, start=1) if line.strip()]
         if len(rows) < self._data.num_prompts:
@@ -104,7 +104,9 @@ class GymTask(CharacterTask):
         return row
 
     def _agent_of(self, row: Mapping[str, Any], number: int) -> str:
-        named = row["task_id"].get("taskset") if is_materialized(row) else (row.get("agent_ref") or {}).get("name")
+        where, key = ("task_id", "taskset") if is_materialized(row) else ("agent_ref", "name")
+        reference = row.get(where)
+        named = reference.get(key) if isinstance(reference, Mapping) else None
         if not isinstance(named, str) or not named:
             raise self._bad(number, "names no agent: give it an agent_ref with a name, or a task_id with a taskset")
         return named
@@ -114,6 +116,7 @@ class GymTask(CharacterTask):
         if found := [name for name in _REFUSED if params.get(name)]:
             raise self._bad(number, f"asks for {found[0]!r}, which this tokenizer has no words for; leave it out")
         try:
+            extra_body_of(params)
             messages = messages_of(params)
         except ValueError as error:
             raise self._bad(number, str(error)) from error
@@ -134,6 +137,23 @@ def create_params(row: Mapping[str, Any]) -> Any:
     return (row["task_input"] if is_materialized(row) else row).get("responses_create_params")
 
 
+def extra_body_of(params: Mapping[str, Any]) -> dict[str, Any]:
+    """What the row adds to the body of each model call: the JSON in its `metadata.extra_body`.
+
+    Raises ValueError for metadata that is no object of texts, or no JSON object in it.
+    """
+    metadata = params.get("metadata") or {}
+    if not isinstance(metadata, Mapping) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError(f"'metadata' is {str(metadata)[:80]!r}, not an object of texts")
+    try:
+        extra = json.loads(metadata.get("extra_body") or "{}")
+    except ValueError as error:
+        raise ValueError(f"'metadata.extra_body' is no JSON: {error}") from error
+    if not isinstance(extra, dict):
+        raise ValueError(f"'metadata.extra_body' is {str(extra)[:80]!r}, not a JSON object")
+    return extra
+
+
 def messages_of(params: Mapping[str, Any]) -> list[ChatMessage]:
     """The messages of a request, in the Responses form (`input`, `instructions`) or the chat form (`messages`).
 
@@ -152,7 +172,7 @@ def _message(given: Any) -> ChatMessage:
     if not isinstance(given, dict) or not isinstance(given.get("role"), str):
         raise ValueError(f"{str(given)[:80]!r} is no message with a role")
     content = given.get("content")
-    parts = [content] if isinstance(content, str) else content or []
+    parts = content if isinstance(content, list) else [] if content is None else [content]
     texts = [part if isinstance(part, str) else part.get("text") if isinstance(part, dict) else None for part in parts]
     if not all(isinstance(text, str) for text in texts):
         raise ValueError(f"a message of '{given['role']}' holds more than text: {str(content)[:80]!r}")

@@ -35,7 +35,7 @@ def build_model_app(rollouts: GymRollouts, *, max_model_len: int, token: str | N
     ) -> JSONResponse:
         if token is not None and not hmac.compare_digest(authorization.encode(), f"Bearer {token}".encode()):
             return _error(401, "unauthorized", "send the run's bearer token as the API key")
-        key = str(body.get(ROLLOUT_FIELD) or (body.get("metadata") or {}).get(ROLLOUT_FIELD))
+        key = _key_of(body)
         if key not in rollouts:
             return _error(
                 404, "unknown_rollout", f"no rollout {key!r} runs here: send the field {ROLLOUT_FIELD!r} of /run on"
@@ -67,12 +67,12 @@ class ModelServer:
     async def start(self) -> str:
         """Serve; its URL. Raises ConfigurationError when the address can't be had. Started again it does nothing."""
         if self._serving is None:
-            self._socket = _bound(*self._address)
-            self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]), name="model server")
+            bound = _bound(*self._address)
+            self._serving = asyncio.create_task(self._server.serve(sockets=[bound]), name="model server")
             async with asyncio.timeout(_STARTS_S):
                 while not self._server.started:  # noqa: ASYNC110 (uvicorn has no event for it)
                     await asyncio.sleep(_POLL_S)
-        host, port = self._socket.getsockname()[:2]
+        host, port = self._server.servers[0].sockets[0].getsockname()[:2]
         return f"http://{host}:{port}/v1"
 
     async def stop(self) -> None:
@@ -90,6 +90,12 @@ def _bound(host: str, port: int) -> socket.socket:
         raise ConfigurationError(
             f"environment.gym_model_host {host!r} and gym_model_port {port} can't be had: {error}; choose others"
         ) from error
+
+
+def _key_of(body: dict[str, Any]) -> str:
+    """The rollout that a call names, as a field of its own or in its metadata."""
+    metadata = body.get("metadata")
+    return str(body.get(ROLLOUT_FIELD) or (metadata.get(ROLLOUT_FIELD) if isinstance(metadata, dict) else None))
 
 
 def _understood(body: dict[str, Any]) -> list[ChatMessage]:

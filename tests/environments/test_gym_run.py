@@ -106,6 +106,11 @@ def asking(asked: Any) -> dict[str, Any]:
     return {"responses_create_params": {"input": asked}, "agent_ref": {"name": "a"}}
 
 
+def with_metadata(metadata: Any) -> dict[str, Any]:
+    row = asking("1")
+    return {**row, "responses_create_params": {**row["responses_create_params"], "metadata": metadata}}
+
+
 def rows_in(path: Path, *rows: Any) -> DataConfig:
     path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n")
     return DataConfig(task=f"gym:{path}", num_prompts=len(rows))
@@ -128,6 +133,12 @@ def test_a_file_of_rows_is_a_dataset_whose_prompts_name_their_agents(tmp_path: P
     ("rows", "told"),
     [
         (["not json"], "row 1 is no JSON"),
+        ([{**asking("1"), "agent_ref": "a"}], "row 1 names no agent"),
+        ([with_metadata("x")], "row 1 'metadata' is 'x', not an object of texts"),
+        ([with_metadata({"a": 1})], "not an object of texts"),
+        ([with_metadata({"extra_body": "{"})], "row 1 'metadata.extra_body' is no JSON"),
+        ([with_metadata({"extra_body": "[1]"})], r"'metadata.extra_body' is '\[1\]', not a JSON object"),
+        ([asking([{"role": "user", "content": 7}])], "holds more than text: '7'"),
         ([{"agent_ref": {"name": "a"}}], "row 1 has no object 'responses_create_params'"),
         ([{"responses_create_params": {"input": "1"}}], "row 1 names no agent"),
         (
@@ -163,5 +174,13 @@ def test_too_few_rows_and_paths_that_workers_would_not_find_are_refused(tmp_path
         GymTask(DataConfig(task="gym:rows.jsonl"))
     with pytest.raises(ConfigurationError, match="can't be read"):
         GymTask(DataConfig(task="gym:/nowhere/rows.jsonl"))
+    (tmp_path / "latin.jsonl").write_bytes(b'"\xe9"')
+    with pytest.raises(ConfigurationError, match="can't be read: 'utf-8'"):
+        GymTask(DataConfig(task=f"gym:{tmp_path}/latin.jsonl", num_prompts=1))
     with pytest.raises(ConfigurationError, match="set policy.warm_start_steps to 0"):
         GymTask(few).demonstration(0, 0.1)
+
+
+def test_a_text_may_hold_any_separator_of_lines(tmp_path: Path) -> None:
+    task = GymTask(rows_in(tmp_path / "rows.jsonl", json.dumps(asking("a\u2028b"), ensure_ascii=False)))
+    assert json.loads(task.prompt(0)[1]) == asking("a\u2028b")

@@ -204,20 +204,28 @@ async def test_a_conversation_without_room_is_refused_in_the_words_that_a_gym_kn
 
 async def test_calls_of_no_running_rollout_without_the_token_or_with_more_than_text_are_refused(world: World) -> None:
     url = f"{world.gym.model_url}/chat/completions"
-    headers = {"Authorization": f"Bearer {TOKEN}"}
+    headers, number = {"Authorization": f"Bearer {TOKEN}"}, {"role": "user", "content": 7}
     async with httpx.AsyncClient(trust_env=False) as client:
         without = await client.post(url, json={"messages": []})
         unknown = await client.post(url, json={"messages": [], "midflight_rollout": "e9-p9_g9-a0"}, headers=headers)
+        no_object = await client.post(url, json={"messages": [], "metadata": "e0-p0_g1-a0"}, headers=headers)
         with world.runner._rollouts.running(_EPISODE, world.order, SiblingOrder(0, 0)):
             body = {"messages": [{"role": "user", "content": "hi"}], "midflight_rollout": str(_EPISODE)}
             refused = [
                 await client.post(url, json={**body, **extra}, headers=headers)
-                for extra in ({"stream": True}, {"n": 2}, {"tools": [{}]}, {"messages": 3})
+                for extra in (
+                    {"stream": True},
+                    {"n": 2},
+                    {"tools": [{}]},
+                    {"messages": 3},
+                    {"messages": [{"role": "user", "content": 7}]},
+                )
             ]
             answered = await client.post(url, json=body, headers=headers)
     assert (without.status_code, unknown.status_code, answered.status_code) == (401, 404, 200)
+    assert no_object.status_code == 404
     assert TOKEN not in without.text
-    assert [reply.status_code for reply in refused] == [400] * 4
+    assert [reply.status_code for reply in refused] == [400] * 5
     assert answered.json()["usage"] == {"prompt_tokens": 2, "completion_tokens": 2, "total_tokens": 4}
 
 
