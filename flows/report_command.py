@@ -1,6 +1,7 @@
 """`midflight report`: tables in the terminal, one page with plots, or JSON. The store is read, nothing is changed."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -11,7 +12,7 @@ from flows.store_commands import put_json
 from flows.tables import shown
 from storage.analytics.run_report import RunReport, read_report
 from storage.audit import Audit
-from storage.errors import BrokenInvariant, NoRestorableState
+from storage.errors import BrokenInvariant, ConfigurationError, NoRestorableState
 from storage.filesystem import Store, open_store
 from storage.history import History
 from storage.layout import RunLayout
@@ -70,14 +71,23 @@ def write_page(
     problems: Sequence[str],
     store_url: str,
 ) -> None:
-    """The report as one HTML file."""
+    """The report as one HTML file, whole or not at all. Raises ConfigurationError when it can't be written there."""
     from tasks.bias_panel import bias_panels
     from tasks.report_figures import panels
     from tasks.report_page import report_page
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    plots = [*panels(report), *bias_panels(bias)]
-    path.write_text(report_page(report.run, store_url, plots, tables, problems), encoding="utf-8")
+    page = report_page(report.run, store_url, [*panels(report), *bias_panels(bias)], tables, problems)
+    unfinished = path.with_name(f".{path.name}.new")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(page, encoding="utf-8")
+        unfinished.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            unfinished.unlink()
+        raise ConfigurationError(
+            f"--html names '{path}', which can't be written: {error}; give another file"
+        ) from error
 
 
 def _rich(table: ReportTable, width: int) -> Table:

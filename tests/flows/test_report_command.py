@@ -49,3 +49,13 @@ def test_a_broken_promise_is_reported_and_then_an_error(midflight: Run, tmp_path
     code, shown, error = midflight("report", "demo", "--html", str(tmp_path / "report.html"))
     assert (code, "Exactly-once audit" in shown, "trained twice" in error) == (FAILURE, True, True)
     assert 'class="problem"' in (tmp_path / "report.html").read_text()
+
+
+def test_a_page_that_can_t_be_written_is_a_mistake_and_leaves_nothing(midflight: Run, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "folder", tmp_path / "file" / "report.html"):
+        code, _, error = midflight("report", "demo", "--html", str(path))
+        assert code == MISTAKE
+        assert "which can't be written" in error
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file", "folder", "home"]

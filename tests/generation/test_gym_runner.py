@@ -218,7 +218,7 @@ async def test_calls_of_no_running_rollout_without_the_token_or_with_more_than_t
                     {"n": 2},
                     {"tools": [{}]},
                     {"messages": 3},
-                    {"messages": [{"role": "user", "content": 7}]},
+                    {"messages": [number]},
                 )
             ]
             answered = await client.post(url, json=body, headers=headers)
