@@ -14,6 +14,22 @@ class RecoveryLevel(StrEnum):
     PROMPT_GROUP = "prompt_group"
     SIBLING = "sibling"
     TURN = "turn"
+    PREFIX = "prefix"
+
+    @property
+    def keeps_siblings(self) -> bool:
+        """Whether sealed siblings are kept."""
+        return self is not RecoveryLevel.PROMPT_GROUP
+
+    @property
+    def keeps_turns(self) -> bool:
+        """Whether finished turns of running episodes are kept."""
+        return self in (RecoveryLevel.TURN, RecoveryLevel.PREFIX)
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether the tokens of running model calls are kept."""
+        return self is RecoveryLevel.PREFIX
 
 
 class GroupPhase(StrEnum):
@@ -38,7 +54,8 @@ class GroupStatus(StrEnum):
 class AttemptStatus(StrEnum):
     """`reserved` -> `dispatched` -> `sealed` | `abandoned` (the next attempt is `reserved` again).
 
-    After a restart an attempt whose finished turns were kept is `resumed`, until it is dispatched.
+    An attempt whose finished turns or sampled tokens were kept, when a restart or the end of its generator interrupted
+    it, is `resumed` until it is dispatched.
     """
 
     RESERVED = "reserved"
@@ -48,10 +65,11 @@ class AttemptStatus(StrEnum):
 
 
 class RowKind(StrEnum):
-    """The two kinds of rows in the data plane; each has its own schema."""
+    """The kinds of rows in the data plane; each has its own schema."""
 
     TRAINING_ROW = "training_rows"
     STAGED_CALL = "staged_calls"
+    PARTIAL_TOKENS = "partial_tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +105,11 @@ def call_key(rollout: str, *, attempt: int, turn: int) -> str:
     return f"{rollout}/a{attempt}/t{turn}"
 
 
+def partial_key(call: str, *, start: int, end: int) -> str:
+    """The id of a row with tokens `start` to `end` (exclusive) of a call that has not ended; `call` is its key."""
+    return f"{call}/p{start}-{end}"
+
+
 def episode_key(rollout: str, attempt: int) -> str:
     """The name of one environment episode; `attempt` is the environment's."""
     return f"{rollout}-a{attempt}"
@@ -107,8 +130,8 @@ class SealedSibling:
 class Sibling:
     """One generation slot: its current attempt, failure counts and, once sealed, its result.
 
-    `resumes`: how often an attempt of it went on after a restart with the turns it had. The environment counts each
-    as an attempt of its own.
+    `resumes`: how often an attempt of it went on with the turns and tokens it had, after a restart or on another
+    generator. The environment counts each as an attempt of its own.
     """
 
     generation_index: int
@@ -128,6 +151,47 @@ class Sibling:
     def environment_attempt(self) -> int:
         """The environment's number of what runs now or next."""
         return self.attempt + self.resumes
+
+
+@dataclass(frozen=True, slots=True)
+class CallSampling:
+    """How the tokens of a model call are drawn: all that must stay the same for it to be continued.
+
+    `kind` is the sampling that drew them: `counter` (noise from seed and position, `counter_sampler`), `positional` (a
+    model runner whose own noise is such) or `engine` (a plain engine seed, which can't be continued). `seed` is that
+    of the call, in [0, 2**63).
+    """
+
+    kind: str
+    seed: int
+    temperature: float
+    top_p: float
+    stop_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PartialCall:
+    """A model call that has not ended, or whose end has not been recorded: what its continuation needs.
+
+    `turn` is the call's, from 0; its prompt has `prompt_tokens` tokens, whose digest is `schemas.prompt_digest`. Its
+    `num_tokens` sampled tokens lie in the data plane as the rows `chunks` (`schemas.PARTIAL_TOKENS`), without gap.
+    `finish_reason` is empty while it runs; `stop` or `length` when all its tokens are there.
+    """
+
+    rollout_id: str
+    attempt: int
+    turn: int
+    prompt_tokens: int
+    prompt_digest: str
+    sampling: CallSampling
+    chunks: tuple[str, ...]
+    num_tokens: int
+    finish_reason: str = ""
+
+    @property
+    def key(self) -> str:
+        """The key that the whole call is staged under once it has ended."""
+        return call_key(self.rollout_id, attempt=self.attempt, turn=self.turn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +340,7 @@ class RolloutState:
     dropped: tuple[DroppedPrompt, ...] = ()
     trained: tuple[TrainedGroup, ...] = ()
     episodes: tuple[EpisodeRecord, ...] = ()
+    partial_calls: tuple[PartialCall, ...] = ()
 
     @property
     def model_step(self) -> int:
@@ -291,4 +356,5 @@ class RolloutState:
                 if sibling.sealed is not None:
                     ids.update((key, RowKind.STAGED_CALL) for key in sibling.sealed.call_keys)
         ids.update((key, RowKind.STAGED_CALL) for episode in self.episodes for key in episode.calls)
+        ids.update((chunk, RowKind.PARTIAL_TOKENS) for call in self.partial_calls for chunk in call.chunks)
         return ids

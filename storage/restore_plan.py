@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from storage.history import History
-from storage.records import AttemptStatus, LedgerGroup, RecoveryLevel, SealedSibling, rollout_id
+from storage.records import AttemptStatus, LedgerGroup, SealedSibling, rollout_id
 from storage.restore_figures import Lost, RestoreFigures, busy_s
 from storage.snapshot_reader import RestoredBundle
 from storage.trace_index import STARTS
@@ -93,7 +93,7 @@ class _Kept:
     def of(cls, bundle: RestoredBundle, group: LedgerGroup) -> "_Kept":
         episodes = {episode.rollout_id: episode for episode in bundle.state.episodes}
         sealed = [sibling.sealed for sibling in group.siblings if sibling.sealed is not None]
-        keeps = group.level is not RecoveryLevel.PROMPT_GROUP
+        keeps = group.level.keeps_siblings
         open_ones = [sibling for sibling in group.siblings if sibling.sealed is None]
         resumed = [
             episodes[rollout]

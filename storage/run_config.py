@@ -73,7 +73,18 @@ class RolloutRecoveryConfig(Section):
     target_level: RecoveryLevel = Field(
         RecoveryLevel.SIBLING,
         description="'prompt_group': nothing of unfinished groups; 'sibling': sealed siblings; 'turn': also the "
-        "finished turns of running episodes of a multi-turn environment.",
+        "finished turns of running episodes of a multi-turn environment; 'prefix': also the tokens so far of running "
+        "model calls, which are continued.",
+    )
+    peek_interval_s: PositiveFloat = Field(
+        5.0,
+        description="prefix: seconds between looks at the running calls of all generators, besides the one before each "
+        "snapshot. A generator whose machine is lost loses the tokens since the last one.",
+    )
+    peek_deadline_s: PositiveFloat = Field(
+        2.0,
+        description="prefix: longest time that a look at the running calls may hold a snapshot up. A generator that "
+        "does not answer by then keeps what is known of its calls.",
     )
     per_task: dict[str, RecoveryLevel] = Field(
         {}, description="Other levels for tasks: data.task, without what follows a '?', to a level."
@@ -88,6 +99,10 @@ class RolloutRecoveryConfig(Section):
         """The level of a group that is reserved now: of its agent, else of its task (`data.task`), else the usual."""
         usual = self.per_task.get(task.partition("?")[0], self.target_level)
         return self.per_agent.get(agent, usual)
+
+    def uses(self, level: RecoveryLevel) -> bool:
+        """Whether any group may be reserved at this level."""
+        return level in (self.target_level, *self.per_task.values(), *self.per_agent.values())
 
 
 class EnvironmentConfig(Section):

@@ -53,7 +53,27 @@ TRAINING_ROWS = pa.schema(
     ]
 )
 
-ROW_SCHEMAS = {RowKind.STAGED_CALL: STAGED_CALLS, RowKind.TRAINING_ROW: TRAINING_ROWS}
+PARTIAL_TOKENS = pa.schema(
+    [
+        pa.field("row_id", pa.string(), nullable=False),  # <call key>/p<start>-<end>
+        pa.field("rollout_id", pa.string(), nullable=False),
+        pa.field("group_id", pa.string(), nullable=False),
+        pa.field("attempt", pa.int32(), nullable=False),
+        pa.field("turn", pa.int32(), nullable=False),
+        pa.field("start", pa.int32(), nullable=False),  # index of the first of these among the call's sampled tokens
+        pa.field("token_ids", _TOKENS, nullable=False),  # sampled tokens only
+        pa.field("logprobs", _LOGPROBS, nullable=False),  # one per token
+        pa.field("version_starts", _TOKENS, nullable=False),  # spans over these tokens: start index, from 0 ...
+        pa.field("versions", _TOKENS, nullable=False),  # ... and the weight version from there on
+        pa.field("digest", pa.string(), nullable=False),
+    ]
+)
+
+ROW_SCHEMAS = {
+    RowKind.STAGED_CALL: STAGED_CALLS,
+    RowKind.TRAINING_ROW: TRAINING_ROWS,
+    RowKind.PARTIAL_TOKENS: PARTIAL_TOKENS,
+}
 
 
 def content_digest(*parts: str | float | Sequence[int] | Sequence[float] | np.ndarray) -> str:
@@ -67,6 +87,11 @@ def content_digest(*parts: str | float | Sequence[int] | Sequence[float] | np.nd
         digest.update(struct.pack("<q", len(data)))
         digest.update(data)
     return digest.hexdigest()
+
+
+def prompt_digest(token_ids: Sequence[int] | np.ndarray) -> str:
+    """What identifies everything that a model call was asked with."""
+    return content_digest("prompt", token_ids)
 
 
 def _encode(part: str | float | Sequence[int] | Sequence[float] | np.ndarray) -> bytes:
@@ -100,6 +125,7 @@ _DIGESTED = {
         "masked",
         "finish_reason",
     ),
+    RowKind.PARTIAL_TOKENS: ("row_id", "token_ids", "logprobs", "version_starts", "versions"),
 }
 
 

@@ -14,7 +14,7 @@ from storage.layout import RunLayout
 from storage.logical_digest import logical_digest
 from storage.manifests import Anchor, FileEntry, Manifest, ManifestDraft, ManifestLog
 from storage.parts import encode_part
-from storage.records import AttemptStatus, RecoveryLevel, RolloutState, RowKind
+from storage.records import AttemptStatus, RolloutState, RowKind
 from storage.rows import RowHandle
 from storage.run_config import RunConfig
 from storage.state_checks import defects
@@ -177,7 +177,7 @@ def state_counts(state: RolloutState, *, version: int = STATE_SCHEMA_VERSION) ->
     reusable = [
         sibling.sealed
         for group in state.ledger
-        if group.level is not RecoveryLevel.PROMPT_GROUP
+        if group.level.keeps_siblings
         for sibling in group.siblings
         if sibling.sealed is not None
     ]

@@ -10,7 +10,6 @@ from storage.records import (
     GroupPhase,
     GroupStatus,
     LedgerGroup,
-    RecoveryLevel,
     RolloutState,
     Sibling,
     rollout_id,
@@ -129,7 +128,7 @@ def _episode_defects(state: RolloutState) -> Iterator[str]:
 def _episode_defect(episode: EpisodeRecord, group: LedgerGroup, sibling: Sibling) -> str | None:
     if sibling.status not in (AttemptStatus.DISPATCHED, AttemptStatus.RESUMED):
         return f"its sibling is {sibling.status}"
-    if group.level is not RecoveryLevel.TURN:
+    if not group.level.keeps_turns:
         return f"its group is restored at level {group.level}"
     if episode.attempt != sibling.environment_attempt:
         return f"the environment attempt of its sibling is {sibling.environment_attempt}"

@@ -179,7 +179,7 @@ def _before_restart(group: LedgerGroup, saved: LedgerGroup) -> LedgerGroup:
 def _attempt_before(now: Sibling, then: Sibling, level: RecoveryLevel) -> Sibling:
     """The saved attempt, if what is there now is just what a restart makes of it; else what is there."""
     started = then.status is not AttemptStatus.RESERVED
-    ended = then.sealed is None or level is RecoveryLevel.PROMPT_GROUP
+    ended = then.sealed is None or not level.keeps_siblings
     again = replace(then, attempt=then.attempt + 1, status=AttemptStatus.RESERVED, sealed=None)
     resumed = replace(then, status=AttemptStatus.RESUMED, resumes=then.resumes + 1)
     return then if started and ended and now in (again, resumed) else now

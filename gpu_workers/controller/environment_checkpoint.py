@@ -26,7 +26,7 @@ from storage.errors import (
     MidflightError,
     RestoreRefused,
 )
-from storage.records import EpisodeRecord, RecoveryLevel
+from storage.records import EpisodeRecord
 
 _DRAIN_TURN_S = 0.005
 _SLACK_S = 1.0
@@ -139,7 +139,7 @@ class InstancesCheckpoint:
     @asynccontextmanager
     async def snapshot(self, checkpoint_id: str) -> AsyncIterator[EnvironmentSnapshot | None]:
         """Close, export, and open again, whatever happens."""
-        if not any(group.level is RecoveryLevel.TURN for group in self._ledger.groups()):
+        if not any(group.level.keeps_turns for group in self._ledger.groups()):
             yield None
             return
         self._closings += 1  # an attempt that is tried again closes anew: instances take an id once

@@ -8,7 +8,7 @@ from gpu_workers.controller.barrier import Cut
 from gpu_workers.controller.recovery_ledger import RecoveryLedger
 from gpu_workers.environments.ports import Exported
 from storage.errors import BrokenInvariant
-from storage.records import AttemptStatus, EpisodeRecord, LedgerGroup, RecoveryLevel, Sibling, rollout_id
+from storage.records import AttemptStatus, EpisodeRecord, LedgerGroup, Sibling, rollout_id
 
 RUNNING = (AttemptStatus.DISPATCHED, AttemptStatus.RESUMED)
 
@@ -59,7 +59,7 @@ class EnvironmentSnapshot:
                 raise BrokenInvariant(f"{episode.instance} exports episode {episode.row_key}, which no group owes")
             group, sibling = found
             abandoned = episode.attempt < sibling.environment_attempt
-            if sibling.sealed is not None or abandoned or group.level is not RecoveryLevel.TURN:
+            if sibling.sealed is not None or abandoned or not group.level.keeps_turns:
                 continue
             _require_current(episode, sibling, [turn.key for turn in ledger.staged(episode.rollout_id)])
             kept.append(episode)

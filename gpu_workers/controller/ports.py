@@ -7,9 +7,40 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
-from storage.records import Prompt
+from storage.records import CallSampling, Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """Sampled tokens of one model call: int32 ids, float32 log-probabilities, and spans of weight versions over them.
+
+    `version_starts[i]` is the index, among these tokens, of the first one of `versions[i]`.
+    """
+
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    version_starts: tuple[int, ...]
+    versions: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class PartialCompletion:
+    """The tokens that a model call had when it was interrupted; it is issued again as its prompt and these.
+
+    Whoever continues it compares digest and sampling with its own, and samples anew where they differ.
+    """
+
+    turn: int
+    prompt_digest: str
+    sampling: CallSampling
+    sampled: SampledTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +48,8 @@ class SiblingOrder:
     """One sibling to run: its slot and the attempt number this execution carries.
 
     `environment_attempt` is what its environment calls this execution, `turns` how many finished turns it goes on from,
-    and `history` the tokens of those: everything that was asked and sampled up to the last of them.
+    and `history` the tokens of those: everything that was asked and sampled up to the last of them. `partial`: what
+    there is of the call of the turn after those.
     """
 
     generation_index: int
@@ -25,6 +57,7 @@ class SiblingOrder:
     environment_attempt: int = 0
     turns: int = 0
     history: tuple[int, ...] = ()
+    partial: PartialCompletion | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +113,61 @@ class TurnResult:
 
 
 @dataclass(frozen=True, slots=True)
+class DiscardedPartial:
+    """A generator that was given the `tokens` of a call could not continue them, and samples the call anew."""
+
+    generation_index: int
+    attempt: int
+    tokens: int
+    reason: str
+
+
+# What a running group reports: turns and discarded partials any number of times, each sibling once.
+RolloutResult = SiblingResult | TurnResult | DiscardedPartial
+
+
+@dataclass(frozen=True, slots=True)
+class KnownCall:
+    """What the controller holds of a sibling's running call: `tokens` of the call of `turn`. `environment_attempt`
+    names the execution that is current; calls of others are not asked for.
+    """
+
+    environment_attempt: int
+    turn: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PeekedCall:
+    """A running model call (or one whose end has not been delivered) as a generator found it.
+
+    `sampled` are the call's tokens from index `start` on: those beyond what the controller knew of this very call, or
+    all. `finish_reason` is empty while it runs.
+    """
+
+    rollout_id: str
+    attempt: int
+    environment_attempt: int
+    turn: int
+    prompt_tokens: int
+    prompt_digest: str
+    sampling: CallSampling
+    start: int
+    sampled: SampledTokens
+    finish_reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Peek:
+    """What generators hold of the rollouts they were asked for. `unreadable`: by rollout, why a call that runs there
+    can't be read or could not be continued (it is run again from its last turn).
+    """
+
+    calls: tuple[PeekedCall, ...] = ()
+    unreadable: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class WeightsRef:
     """Weights that generators can load: a safetensors file (or another transport's name) and their version."""
 
@@ -99,9 +187,15 @@ class StepResult:
 class Generator(Protocol):
     """All generators of the run behind one object; it chooses where a group runs."""
 
-    def generate(self, order: GroupOrder) -> AsyncGenerator[SiblingResult | TurnResult, None]:
+    def generate(self, order: GroupOrder) -> AsyncGenerator[RolloutResult, None]:
         """Run the group; yield each turn and each sibling as soon as it is finished. Failures are results, unless
         the whole call failed (`InfrastructureFailure`). The caller closes the generator, even half-way."""
+        ...
+
+    async def peek(self, wanted: Mapping[str, KnownCall]) -> Peek:
+        """The tokens so far of the running calls of these rollouts, without disturbing them; of a generator that has
+        just died those that it still had. Never raises for a generator that does not answer: its calls are missing.
+        """
         ...
 
     async def load_weights(self, weights: WeightsRef) -> Mapping[str, float]:

@@ -298,7 +298,7 @@ def normalize_for_restart(
     from the turns it had (`resumed`, by rollout, under the environment's new attempt). Sealed siblings are kept from
     level `sibling` on; at `prompt_group` they run again too. A group caught while finalizing is finalized again.
     """
-    keep_sealed = group.level is not RecoveryLevel.PROMPT_GROUP
+    keep_sealed = group.level.keeps_siblings
     unneeded: list[str] = []
     siblings = []
     for sibling in group.siblings:
