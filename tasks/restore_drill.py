@@ -21,7 +21,7 @@ from gpu_workers.controller.counted_trace import CountedTrace
 from gpu_workers.controller.environment_checkpoint import NoEnvironmentCheckpoint
 from gpu_workers.controller.environment_snapshot import EnvironmentSnapshot
 from gpu_workers.controller.parts import RolloutParts, RolloutRuntimeState
-from gpu_workers.controller.ports import GroupOrder, SiblingResult, StepResult, WeightsRef
+from gpu_workers.controller.ports import GroupOrder, KnownCall, Peek, SiblingResult, StepResult, WeightsRef
 from gpu_workers.controller.prompt_source import Dataset, PromptSource
 from gpu_workers.controller.recovery_ledger import RecoveryLedger
 from gpu_workers.controller.replay_buffer import ReplayBuffer
@@ -275,6 +275,10 @@ class _NoGenerator:
         """Never asked for."""
         raise BrokenInvariant(f"a restore drill was asked to generate {order.group_id}")
         yield
+
+    async def peek(self, wanted: Mapping[str, KnownCall]) -> Peek:
+        """Nothing runs."""
+        return Peek()
 
     async def load_weights(self, weights: WeightsRef) -> Mapping[str, float]:
         """Takes any."""
