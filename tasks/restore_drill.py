@@ -20,6 +20,7 @@ from gpu_workers.controller.bundle_publisher import BundlePublisher, Captured
 from gpu_workers.controller.counted_trace import CountedTrace
 from gpu_workers.controller.environment_checkpoint import NoEnvironmentCheckpoint
 from gpu_workers.controller.environment_snapshot import EnvironmentSnapshot
+from gpu_workers.controller.partial_calls import PartialCalls
 from gpu_workers.controller.parts import RolloutParts, RolloutRuntimeState
 from gpu_workers.controller.ports import GroupOrder, KnownCall, Peek, SiblingResult, StepResult, WeightsRef
 from gpu_workers.controller.prompt_source import Dataset, PromptSource
@@ -93,13 +94,15 @@ class Drill:
         config = config.model_copy(update={"checkpointing": loading})
         data = config.data
         dataset = self._dataset_of(data)
+        ledger = RecoveryLedger()
         return RolloutParts(
             config=config,
             source=PromptSource(dataset, num_epochs=data.num_epochs, seed=data.seed, shuffle=data.shuffle),
             sampler=build_sampler(config),
-            ledger=RecoveryLedger(),
+            ledger=ledger,
             buffer=ReplayBuffer(),
             rows=RowStore(),
+            partial_calls=PartialCalls(ledger),
             barrier=DataPlaneBarrier(),
             trace=CountedTrace(NoTrace()),
             state=RolloutRuntimeState(),
@@ -283,6 +286,10 @@ class _NoGenerator:
     async def load_weights(self, weights: WeightsRef) -> Mapping[str, float]:
         """Takes any."""
         return {}
+
+    async def peek(self, wanted: Mapping[str, KnownCall]) -> Peek:
+        """Nothing runs."""
+        return Peek()
 
     async def abort(self, group_id: str) -> None:
         """Nothing runs."""
