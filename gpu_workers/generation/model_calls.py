@@ -33,7 +33,7 @@ class ModelCalls:
         self._config = config
         self._engine = engine
         self._name = name
-        self._book = book or CallBook(EngineRequests(engine.llm), keeps=False)
+        self._book = CallBook(EngineRequests(engine.llm), keeps=False) if book is None else book
 
     @property
     def engine_is_dead(self) -> bool:
@@ -108,14 +108,14 @@ class ModelCalls:
 
     async def _last_output(self, token_ids: list[int], params: Any, request: str) -> Any:
         """vLLM's finished output; its errors become failures of this project."""
-        from vllm.v1.engine.exceptions import EngineDeadError
-
         tokens = {"type": "token", "prompt_token_ids": token_ids}
         try:
             outputs = [output async for output in self._engine.llm.generate(tokens, params, request)]
-        except EngineDeadError as error:
-            raise InfrastructureFailure(f"{self._name}: its engine died during {request}; start it again") from error
         except Exception as error:
+            if self.engine_is_dead:
+                raise InfrastructureFailure(
+                    f"{self._name}: its engine died during {request}; start it again"
+                ) from error
             if is_infrastructure(error):
                 raise InfrastructureFailure(
                     f"{self._name}: {request} failed: {error.__cause__ or error!r}; try again"
