@@ -57,7 +57,7 @@ class TimedCalls:
         return True
 
     async def complete(
-        self, order: GroupOrder, sibling: SiblingOrder, token_ids: tuple[int, ...], *, turn: int
+        self, order: GroupOrder, sibling: SiblingOrder, token_ids: tuple[int, ...], *, turn: int, report: Any = None
     ) -> Completion:
         """Wait for each token; a call that is cut off counts with those that it had."""
         rollout = rollout_id(order.group_id, sibling.generation_index)

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from gpu_workers.controller.ports import GroupOrder, SiblingResult, TurnResult, WeightsRef
+from gpu_workers.controller.ports import GroupOrder, KnownCall, Peek, RolloutResult, WeightsRef
 from gpu_workers.environments.ray_control import RayEnvironmentControl
 from gpu_workers.generation.generator_actor import GENERATOR_ACTOR_OPTIONS, GeneratorActor
 from gpu_workers.generation.generator_client import GeneratorClient
@@ -35,7 +35,7 @@ class RayGenerator:
         self._name = f"generator {facts['index']}"
         self.environment = RayEnvironmentControl(instance_name(facts["index"]), actor)
 
-    async def generate(self, order: GroupOrder) -> AsyncGenerator[SiblingResult | TurnResult, None]:
+    async def generate(self, order: GroupOrder) -> AsyncGenerator[RolloutResult, None]:
         """Stream the siblings of one group, each as soon as it is finished."""
         try:
             async with contextlib.aclosing(self._client.generate(order)) as results:
@@ -43,6 +43,13 @@ class RayGenerator:
                     yield result
         except RayError as error:
             raise translate(error, self._name) from error
+
+    async def peek(self, wanted: Mapping[str, KnownCall] | None) -> Peek:
+        """The tokens so far of running calls."""
+        try:
+            return await self._client.peek(wanted)
+        except RayError as error:
+            raise translate(error, f"peek of {self._name}") from error
 
     async def load_weights(self, weights: WeightsRef) -> Mapping[str, float]:
         """Refit the engine."""

@@ -4,7 +4,8 @@ One `RunConfig` is the YAML file of `midflight train`, the parameter form in the
 manifest. It imports neither torch nor vLLM nor Ray.
 """
 
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -13,6 +14,7 @@ from storage.async_rl_config import AsyncRlConfig
 from storage.checkpointing_config import CheckpointingConfig
 from storage.config_section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 from storage.records import RecoveryLevel
+from storage.refused_sampling import refuse_sampling
 
 
 class DataConfig(Section):
@@ -49,12 +51,25 @@ class GenerationConfig(Section):
     max_new_tokens: PositiveInt = Field(16, description="Most tokens of one completion.")
     temperature: PositiveFloat = Field(1.0, description="Sampling temperature.")
     top_p: Annotated[float, Field(gt=0, le=1)] = Field(1.0, description="Nucleus sampling mass.")
+    seeding: Literal["counter", "engine"] = Field(
+        "counter",
+        description="Where the noise of sampling comes from, always seeded by the run's seed, the prompt, the sibling "
+        "and the turn. 'counter': from seed and position, so that a call can be continued from its tokens so far; "
+        "'engine': vLLM's own seeded sampling on whatever model runner it chooses, which can repeat a call but not "
+        "continue it (rollout_recovery up to level 'turn').",
+    )
     max_inflight_groups: PositiveInt = Field(32, description="Prompt groups running at once, over all engines.")
     max_num_seqs: PositiveInt = Field(256, description="Most sequences one engine decodes together.")
     max_model_len: PositiveInt = Field(64, description="Longest sequence, prompt and completion, in tokens.")
     kv_cache_bytes: PositiveInt = Field(64 << 20, description="KV cache of one engine, in bytes (CPU).")
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = Field(0.85, description="vLLM's share of a GPU.")
     tensor_parallel_size: PositiveInt = Field(1, description="GPUs of one engine.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_other_sampling(cls, given: Any) -> Any:
+        refuse_sampling(given if isinstance(given, Mapping) else {})
+        return given
 
 
 class RolloutCheckpointingConfig(Section):
@@ -205,6 +220,7 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Self:
         self._refuse_needless_warmup()
+        self._refuse_seeds_that_cannot_continue()
         self._refuse_lack_of_room()
         self._refuse_chunks_beyond_a_step()
         if self.data.num_prompts < self.algorithm.num_prompts_per_step:
@@ -222,6 +238,14 @@ class RunConfig(Section):
         if self.cluster.driver_ttl_s < self.cluster.driver_lease_s:
             raise ValueError("cluster.driver_ttl_s is less than cluster.driver_lease_s")
         return self
+
+    def _refuse_seeds_that_cannot_continue(self) -> None:
+        if self.generation.seeding == "engine" and self.rollout_recovery.uses(RecoveryLevel.PREFIX):
+            raise ValueError(
+                "generation.seeding is 'engine', but rollout_recovery (target_level, per_task or per_agent) asks for "
+                "level 'prefix': the engine's own seeds can't go on in the middle of a response, so that its tokens so "
+                "far would be kept for nothing; set generation.seeding to 'counter', or the level to 'turn'"
+            )
 
     def _refuse_lack_of_room(self) -> None:
         given, step_size = self.async_rl.buffer_capacity, self.algorithm.num_prompts_per_step

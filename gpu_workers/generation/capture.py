@@ -6,7 +6,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from gpu_workers.controller.ports import GroupOrder, SiblingOrder
+from gpu_workers.controller.ports import GroupOrder, SampledTokens, SiblingOrder
+from gpu_workers.generation.sampled_tokens import sampled_tokens
 from storage.errors import BrokenInvariant
 from storage.records import RowKind, call_key, rollout_id
 from storage.schemas import STAGED_CALLS, row_digest
@@ -43,9 +44,30 @@ def completion_of(output: Any) -> Completion:
         token_ids=token_ids,
         logprobs=logprobs,
         version_starts=tuple(span.start for span in spans),
-        versions=tuple(0 if span.version == _STARTING_LABEL else int(span.version) for span in spans),
+        versions=tuple(version_of_label(span.version) for span in spans),
         finish_reason=str(output.finish_reason),
     )
+
+
+def version_of_label(label: str) -> int:
+    """The weight version that vLLM's label stands for. Raises ValueError for a label of nobody's."""
+    return 0 if label == _STARTING_LABEL else int(label)
+
+
+def completion_from(sampled: SampledTokens, finish_reason: str) -> Completion:
+    """From sampled tokens that are a whole completion."""
+    return Completion(
+        tuple(sampled.token_ids.tolist()),
+        tuple(sampled.logprobs.tolist()),
+        sampled.version_starts,
+        sampled.versions,
+        finish_reason,
+    )
+
+
+def tokens_of(completion: Completion) -> SampledTokens:
+    """What a completion sampled, without its end."""
+    return sampled_tokens(completion.token_ids, completion.logprobs, completion.version_starts, completion.versions)
 
 
 def staged_call(

@@ -7,6 +7,7 @@ from typing import Any
 from gpu_workers.generation.engine_process import forked_engines, start_importing
 from gpu_workers.generation.sampling import (
     CounterSampling,
+    EngineSampling,
     Sampling,
     SamplingSettings,
     SeededSampling,
@@ -70,36 +71,48 @@ def _arguments(config: RunConfig, model_dir: Path) -> dict[str, Any]:
 
 
 def _cpu_arguments(config: RunConfig) -> dict[str, Any]:
-    return {
+    arguments = {
         "distributed_executor_backend": "uni",
         "enforce_eager": True,
         "kv_cache_memory_bytes": config.generation.kv_cache_bytes,
+    }
+    if config.generation.seeding == "engine":  # seeds and chunked prefill together crash vLLM on the CPU
+        return arguments | {"enable_chunked_prefill": False, "logprobs_mode": _own_logprobs(config)}
+    return arguments | {
         "logits_processors": ["gpu_workers.generation.counter_sampler:CounterSampler"],
         "logprobs_mode": "processed_logits",  # what the counter sampler leaves is the log-probability
     }
 
 
 def _gpu_arguments(config: RunConfig) -> dict[str, Any]:
+    return {
+        "tensor_parallel_size": config.generation.tensor_parallel_size,
+        "gpu_memory_utilization": config.generation.gpu_memory_utilization,
+        "logprobs_mode": _own_logprobs(config),
+    }
+
+
+def _own_logprobs(config: RunConfig) -> str:
+    """The mode in which vLLM's own sampler reports softmax(logits / temperature)."""
     generation = config.generation
     if generation.top_p < 1.0 and generation.temperature != 1.0:
         raise ConfigurationError(
             f"generation.top_p {generation.top_p} with generation.temperature {generation.temperature} on "
-            "cluster.device 'gpu': vLLM then reports log-probabilities inside the nucleus, which the trainer can't "
-            "compute; set one of the two to 1.0"
+            f"cluster.device '{config.cluster.device}' with generation.seeding '{generation.seeding}': vLLM then "
+            "reports log-probabilities inside the nucleus, which the trainer can't compute; set one of the two to 1.0"
         )
-    return {
-        "tensor_parallel_size": generation.tensor_parallel_size,
-        "gpu_memory_utilization": generation.gpu_memory_utilization,
-        "logprobs_mode": "raw_logprobs" if generation.temperature == 1.0 else "processed_logprobs",
-    }
+    return "raw_logprobs" if generation.temperature == 1.0 else "processed_logprobs"
 
 
 def _sampling(config: RunConfig, settings: SamplingSettings, *, v2_model_runner: bool) -> Sampling:
+    if config.generation.seeding == "engine":
+        return EngineSampling(settings)
     if config.cluster.device == "cpu":
         return CounterSampling(settings)
     if not v2_model_runner:
         raise ConfigurationError(
             f"vLLM would run {config.policy.model!r} on its V1 model runner, whose seeded sampling can't be repeated "
-            "from the middle; use a model that the V2 model runner supports (see vLLM's log for the reason)"
+            "from the middle; use a model that the V2 model runner supports (see vLLM's log for the reason), or set "
+            "generation.seeding to 'engine' and rollout_recovery.target_level to 'turn' at most"
         )
     return SeededSampling(settings)

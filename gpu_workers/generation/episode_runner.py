@@ -13,13 +13,12 @@ from gpu_workers.controller.ports import Failure, GroupOrder, SiblingOrder, Sibl
 from gpu_workers.environments.environment_task import EnvironmentTask
 from gpu_workers.environments.ports import Boundary, CallRef, EpisodeId, EpisodeTask, PlayedEpisodes
 from gpu_workers.generation.capture import Completion, staged_call
-from gpu_workers.generation.model_calls import ModelCalls
+from gpu_workers.generation.model_calls import ModelCalls, Report
 from storage.canonical import canonical_json
 from storage.errors import EnvironmentRefusal, InfrastructureFailure, MidflightError, RolloutFailure
 from storage.records import call_key, rollout_id
 from storage.run_config import RunConfig
 
-Report = Callable[[TurnResult], None]
 _CLOSED = "environment_closed"
 # The prompt is not to blame for these: another attempt may well succeed.
 _OF_THE_SYSTEM = frozenset({"unknown_episode", "stale_attempt", "turn_conflict"})
@@ -44,7 +43,8 @@ class EpisodeRunner:
         self._name = name
 
     async def run(self, order: GroupOrder, sibling: SiblingOrder, report: Report) -> SiblingResult:
-        """The last turn's call and the sum of all turns' rewards, or the failure. The other turns go to `report`.
+        """The last turn's call and the sum of all turns' rewards, or the failure. The other turns go to `report`,
+        and so does a partial call that is discarded.
 
         Raises InfrastructureFailure when the engine is dead, which no other call would survive either.
         """
@@ -77,7 +77,7 @@ class EpisodeRunner:
             tokens = (*history, *self._task.observation_tokens(boundary.observation))
             asked = time.perf_counter()
             async with self._bounded(episodes, episode):
-                completion = await self._calls.complete(order, sibling, tokens, turn=boundary.turn)
+                completion = await self._calls.complete(order, sibling, tokens, turn=boundary.turn, report=report)
             generation_s += time.perf_counter() - asked
             call = staged_call(order, sibling, completion, prompt=tokens, turn=boundary.turn)
             action, history = self._task.action_text(completion.token_ids), (*tokens, *completion.token_ids)

@@ -6,11 +6,19 @@ A plain class. On a cluster it becomes an asynchronous Ray actor:
 """
 
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from gpu_workers.controller.ports import Failure, GroupOrder, SiblingOrder, SiblingResult, TurnResult, WeightsRef
+from gpu_workers.controller.ports import (
+    Failure,
+    GroupOrder,
+    KnownCall,
+    RolloutResult,
+    SiblingOrder,
+    SiblingResult,
+    WeightsRef,
+)
 from gpu_workers.environments.control_plane import ControlPlane
 from gpu_workers.environments.environment_task import EnvironmentTask
 from gpu_workers.environments.episode_table import EpisodeTable
@@ -23,18 +31,22 @@ from gpu_workers.environments.ports import PlayedEpisodes
 from gpu_workers.environments.ray_control import answer_control
 from gpu_workers.environments.served import ServedEpisodes, served_instances
 from gpu_workers.environments.tasks import Task, build_task
+from gpu_workers.generation.call_book import CallBook
 from gpu_workers.generation.engine import start_engine
+from gpu_workers.generation.engine_requests import EngineRequests
 from gpu_workers.generation.engine_weights import EngineWeights
 from gpu_workers.generation.episode_runner import EpisodeRunner
 from gpu_workers.generation.gym_rollouts import GymRollouts
-from gpu_workers.generation.gym_runner import GymRunner
+from gpu_workers.generation.gym_runner import PLAYED_BY_AGENT, GymRunner
 from gpu_workers.generation.model_calls import ModelCalls
 from gpu_workers.generation.model_server import ModelServer, build_model_app
+from gpu_workers.generation.peek_wire import PeekMessage, pack_peek
 from gpu_workers.generation.running_calls import RunningCalls
 from gpu_workers.generation.sibling_runner import SiblingRunner
 from gpu_workers.generation.supervised_environment import instance_name
 from gpu_workers.generation.wire import Message, pack
 from gpu_workers.worker_logs import forward_logs
+from storage.records import RecoveryLevel, rollout_id
 from storage.run_config import RunConfig
 
 # One event loop serves everything (vLLM's client is bound to it), so there are no concurrency groups, which would
@@ -56,16 +68,20 @@ class GeneratorActor:
         self._engine = start_engine(config, Path(model_dir), stop_token_ids=task.stop_token_ids)
         self._table = EpisodeTable(instance_name(index), lambda name: _environment_of(task, name))
         self._control = ControlPlane(self._table, grace_s=config.environment.lease_grace_s)
-        calls = ModelCalls(config, self._engine, self._name)
-        self._siblings: SiblingRunner | GymRunner = SiblingRunner(config, calls, task, self._name)
-        self._episodes: EpisodeRunner | None = None
+        self._book = CallBook(
+            EngineRequests(self._engine.llm),
+            keeps=config.rollout_recovery.uses(RecoveryLevel.PREFIX),
+            unreadable=PLAYED_BY_AGENT if isinstance(task, GymTask) else "",
+        )
+        calls = ModelCalls(config, self._engine, self._name, self._book)
+        self._siblings: SiblingRunner | EpisodeRunner | GymRunner = SiblingRunner(config, calls, task, self._name)
         if isinstance(task, EnvironmentTask):
-            self._episodes = EpisodeRunner(config, calls, task, self._holders(), self._name)
+            self._siblings = EpisodeRunner(config, calls, task, self._holders(), self._name)
         self._model_server: ModelServer | None = None
         if isinstance(task, GymTask):
             self._siblings, self._model_server = self._gym(calls, task)
         self._weights = EngineWeights(self._engine.llm, self._name)
-        self._calls: RunningCalls[SiblingOrder, SiblingResult | TurnResult] = RunningCalls(_aborted)
+        self._calls: RunningCalls[SiblingOrder, RolloutResult] = RunningCalls(_aborted)
 
     def _holders(self) -> Callable[[GroupOrder], PlayedEpisodes]:
         """Where a group's episodes are held: here, or by one of the environment servers."""
@@ -111,10 +127,22 @@ class GeneratorActor:
         calls = {sibling: self._run(ticket, order, sibling) for sibling in order.siblings}
         self._calls.start(ticket, order.group_id, calls)
 
-    def _run(self, ticket: int, order: GroupOrder, sibling: SiblingOrder) -> Coroutine[Any, Any, SiblingResult]:
-        if self._episodes is None:
-            return self._siblings.run(order, sibling)
-        return self._episodes.run(order, sibling, lambda turn: self._calls.report(ticket, turn))
+    async def _run(self, ticket: int, order: GroupOrder, sibling: SiblingOrder) -> SiblingResult:
+        rollout, of_no_use = rollout_id(order.group_id, sibling.generation_index), False
+        try:
+            result = await self._siblings.run(order, sibling, lambda said: self._calls.report(ticket, said))
+            of_no_use = result.failure is not None and not result.failure.infrastructure
+            return result
+        finally:
+            self._book.over(rollout, sibling, forget=of_no_use)
+
+    async def peek(self, wanted: Mapping[str, tuple[int, int, int]] | None) -> PeekMessage:
+        """The running model calls of these rollouts, given with the fields of a `KnownCall`; None: all of them, whole.
+
+        Asks nothing of the engine's process, and works when that is dead. See `CallBook.peek`.
+        """
+        known = None if wanted is None else {rollout: KnownCall(*fields) for rollout, fields in wanted.items()}
+        return pack_peek(self._book.peek(known))
 
     async def environment(self, verb: str, *arguments: Any) -> Any:
         """One verb of `EnvironmentControl`: of the episodes that run here."""

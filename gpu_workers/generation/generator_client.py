@@ -2,13 +2,14 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
-from gpu_workers.controller.ports import GroupOrder, SiblingResult, TurnResult, WeightsRef
+from gpu_workers.controller.ports import GroupOrder, KnownCall, Peek, RolloutResult, SiblingResult, WeightsRef
+from gpu_workers.generation.peek_wire import unpack_peek
 from gpu_workers.generation.wire import unpack
 
-_Answer = SiblingResult | TurnResult | Exception
+_Answer = RolloutResult | Exception
 
 
 class GeneratorClient:
@@ -20,7 +21,7 @@ class GeneratorClient:
         self._waiting: dict[int, asyncio.Queue[_Answer]] = {}
         self._reader: asyncio.Task[None] | None = None
 
-    async def generate(self, order: GroupOrder) -> AsyncGenerator[SiblingResult | TurnResult, None]:
+    async def generate(self, order: GroupOrder) -> AsyncGenerator[RolloutResult, None]:
         """Run the group; yield each turn and each sibling as soon as it is finished. Leaving early ends the rest.
 
         Raises InfrastructureFailure when the engine is dead, and Ray's errors when the actor is.
@@ -42,6 +43,15 @@ class GeneratorClient:
             del self._waiting[ticket]
             if left:
                 self._actor.abandon.remote(ticket)
+
+    async def peek(self, wanted: Mapping[str, KnownCall] | None) -> Peek:
+        """The running model calls of these rollouts; None: all of them, whole. See `CallBook.peek`."""
+        fields = (
+            None
+            if wanted is None
+            else {rollout: (known.environment_attempt, known.turn, known.tokens) for rollout, known in wanted.items()}
+        )
+        return unpack_peek(await self._actor.peek.remote(fields))
 
     async def load_weights(self, weights: WeightsRef) -> dict[str, float]:
         """Refit; see `EngineWeights.load`."""

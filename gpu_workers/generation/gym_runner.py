@@ -2,15 +2,18 @@
 
 import json
 import time
+from dataclasses import replace
 
-from gpu_workers.controller.ports import Failure, GroupOrder, SiblingOrder, SiblingResult
+from gpu_workers.controller.ports import DiscardedPartial, Failure, GroupOrder, SiblingOrder, SiblingResult
 from gpu_workers.environments.gym_run import GymAgents
 from gpu_workers.environments.gym_task import GymTask
 from gpu_workers.environments.ports import EpisodeId
 from gpu_workers.generation.gym_rollouts import GymRollouts
-from gpu_workers.generation.model_calls import ModelCalls
+from gpu_workers.generation.model_calls import ModelCalls, Report, unreported
 from storage.errors import DataFailure, RolloutFailure
 from storage.records import rollout_id
+
+PLAYED_BY_AGENT = "it is played by a Gym agent, which begins anew after an interruption"
 
 
 class GymRunner:
@@ -24,13 +27,17 @@ class GymRunner:
         self._agents = agents
         self._name = name
 
-    async def run(self, order: GroupOrder, sibling: SiblingOrder) -> SiblingResult:
-        """All captured calls and the agent's reward, or the failure.
+    async def run(self, order: GroupOrder, sibling: SiblingOrder, report: Report = unreported) -> SiblingResult:
+        """All captured calls and the agent's reward, or the failure. No partial call is continued.
 
         Raises InfrastructureFailure when the engine is dead, which no other call would survive either.
         """
         episode = EpisodeId(rollout_id(order.group_id, sibling.generation_index), sibling.environment_attempt)
         agent = self._task.agent(order.prompt.ref.prompt_id)
+        if sibling.partial is not None:
+            tokens = len(sibling.partial.sampled)
+            report(DiscardedPartial(sibling.generation_index, sibling.attempt, tokens, PLAYED_BY_AGENT))
+            sibling = replace(sibling, partial=None)
         began = time.perf_counter()
         try:
             with self._rollouts.running(episode, order, sibling) as rollout:

@@ -6,7 +6,7 @@ from gpu_workers.controller.failures import is_infrastructure
 from gpu_workers.controller.ports import Failure, GroupOrder, SiblingOrder, SiblingResult
 from gpu_workers.environments.tasks import Task
 from gpu_workers.generation.capture import Completion, staged_call
-from gpu_workers.generation.model_calls import ModelCalls
+from gpu_workers.generation.model_calls import ModelCalls, Report, unreported
 from storage.errors import DataFailure, InfrastructureFailure, RolloutFailure
 from storage.run_config import RunConfig
 
@@ -23,14 +23,14 @@ class SiblingRunner:
         self._task = task
         self._name = name
 
-    async def run(self, order: GroupOrder, sibling: SiblingOrder) -> SiblingResult:
-        """The sibling's captured call and reward, or its failure.
+    async def run(self, order: GroupOrder, sibling: SiblingOrder, report: Report = unreported) -> SiblingResult:
+        """The sibling's captured call and reward, or its failure. A partial call that is discarded goes to `report`.
 
         Raises InfrastructureFailure when the engine is dead, which no other call would survive either.
         """
         prompt, began = order.prompt.token_ids, time.perf_counter()
         try:
-            completion = await self._calls.complete(order, sibling, prompt, turn=_TURN)
+            completion = await self._calls.complete(order, sibling, prompt, turn=_TURN, report=report)
             sampled = time.perf_counter()
             reward = self._score(order, completion)
         except RolloutFailure as error:

@@ -5,7 +5,8 @@
 
 A generator is dead when its actor is, or its engine's process. Who notices is a group that ran there, or a refit: they
 ask once whether it still lives. Its groups fail at once as `WorkerDied`; they run elsewhere, or wait for it, in their
-next attempt. It takes no work before it holds the weights that the others hold. Nothing here knows Ray.
+next attempt. What its actor still knows of their model calls is fetched before: a dead engine leaves the tokens behind.
+It takes no work before it holds the weights that the others hold. Nothing here knows Ray.
 """
 
 import asyncio
@@ -17,12 +18,18 @@ from functools import partial
 from typing import Any, Protocol
 
 from gpu_workers.controller.failures import backoff_s, is_infrastructure
-from gpu_workers.controller.ports import GroupOrder, SiblingResult, Trace, TurnResult, WeightsRef
+from gpu_workers.controller.ports import GroupOrder, KnownCall, Peek, RolloutResult, Trace, WeightsRef
 from gpu_workers.controller.signal import Signal
 from gpu_workers.environments.ports import EnvironmentControl
+from gpu_workers.generation.peeks import Salvage, merged
 from gpu_workers.generation.supervised_environment import SupervisedEnvironment, instance_name
-from storage.errors import GeneratorLost, InfrastructureFailure, WorkerDied
+from storage.errors import GeneratorLost, InfrastructureFailure, MidflightError, WorkerDied
+from storage.records import RecoveryLevel
 from storage.run_config import RunConfig
+
+# Of the longest time that a look at the running calls may take: who does not answer by then must not cost the others'
+# answers, which the caller waits for no longer than that time.
+_OWN_SHARE = 0.8
 
 
 class LiveGenerator(Protocol):
@@ -38,8 +45,12 @@ class LiveGenerator(Protocol):
         """The control plane of the episodes that run there."""
         ...
 
-    def generate(self, order: GroupOrder) -> AsyncGenerator[SiblingResult | TurnResult, None]:
+    def generate(self, order: GroupOrder) -> AsyncGenerator[RolloutResult, None]:
         """As in the port `Generator`."""
+        ...
+
+    async def peek(self, wanted: Mapping[str, KnownCall] | None) -> Peek:
+        """The running calls of these rollouts; None: all of them, whole. Answers when only the engine is dead."""
         ...
 
     async def load_weights(self, weights: WeightsRef) -> Mapping[str, float]:
@@ -73,6 +84,8 @@ class _Slot:
     restarts_in_a_row: int = 0
     restart: asyncio.Task[None] | None = None
     lost: Exception | None = None
+    salvaging: asyncio.Task[None] | None = None
+    salvage: Salvage = field(default_factory=Salvage)
 
 
 def _environment_of(slot: _Slot) -> EnvironmentControl | None:
@@ -88,6 +101,8 @@ class SupervisedGenerators:
         self._host = host
         self._trace = trace
         self._limits = config.async_rl
+        self._keeps_tokens = config.rollout_recovery.uses(RecoveryLevel.PREFIX)
+        self._peek_s = _OWN_SHARE * config.rollout_recovery.peek_deadline_s
         self._most_restarts = config.generation.max_generator_restarts
         self._slots = [_Slot(index, live, live.facts) for index, live in enumerate(generators)]
         self._current: WeightsRef | None = None
@@ -104,7 +119,7 @@ class SupervisedGenerators:
         """The environments of multi-turn rollouts: one instance in each generator, whichever process that is."""
         return [SupervisedEnvironment(slot.index, partial(_environment_of, slot)) for slot in self._slots]
 
-    async def generate(self, order: GroupOrder) -> AsyncGenerator[SiblingResult | TurnResult, None]:
+    async def generate(self, order: GroupOrder) -> AsyncGenerator[RolloutResult, None]:
         """Run a group on the living generator with the fewest groups, or where its episodes were restored; waits while
         none lives.
 
@@ -126,6 +141,15 @@ class SupervisedGenerators:
         finally:
             slot.running.discard(order.group_id)
 
+    async def peek(self, wanted: Mapping[str, KnownCall]) -> Peek:
+        """The running calls of these rollouts, of all living generators, and what was left of one that died.
+
+        One that fails, or does not answer in time, is left out.
+        """
+        asked = [self._peek(slot, slot.live, wanted) for slot in self._slots if slot.live is not None]
+        answers = await asyncio.gather(*asked)
+        return merged([*answers, *(slot.salvage.take(wanted) for slot in self._slots)])
+
     async def load_weights(self, weights: WeightsRef) -> Mapping[str, float]:
         """Refit every living generator; returns the slowest one's timings. Those that are down load it when they start.
 
@@ -145,10 +169,10 @@ class SupervisedGenerators:
     async def close(self) -> None:
         """Start nothing any more."""
         self._closed = True
-        restarts = [slot.restart for slot in self._slots if slot.restart is not None]
-        for restart in restarts:
-            restart.cancel()
-        await asyncio.gather(*restarts, return_exceptions=True)
+        tasks = [task for slot in self._slots for task in (slot.salvaging, slot.restart) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _living(self) -> list[tuple[_Slot, LiveGenerator]]:
         """Those that live, at least one."""
@@ -173,12 +197,31 @@ class SupervisedGenerators:
         if slot.live is live and not self._closed and not await live.is_alive() and slot.live is live:
             slot.live = None
             self._trace.record("generator_died", index=slot.index, reason=reason[:500], groups=len(slot.running))
+            if self._keeps_tokens:
+                slot.salvaging = asyncio.create_task(self._salvage(slot, live), name=f"salvage of {slot.index}")
             slot.restart = asyncio.create_task(self._restart(slot, reason), name=f"restart of generator {slot.index}")
+        if slot.live is not live and slot.salvaging is not None:
+            await asyncio.wait({slot.salvaging})  # who is told of the death finds what is left of its calls
         return slot.live is not live
+
+    async def _salvage(self, slot: _Slot, dead: LiveGenerator) -> None:
+        """What the actor of a dead engine still knows, before the restart ends it."""
+        slot.salvage = Salvage(await self._peek(slot, dead, None))
+
+    async def _peek(self, slot: _Slot, live: LiveGenerator, wanted: Mapping[str, KnownCall] | None) -> Peek:
+        try:
+            async with asyncio.timeout(self._peek_s):
+                return await live.peek(wanted)
+        except (MidflightError, TimeoutError) as error:
+            reason = str(error) or f"no answer within {self._peek_s} s"
+            self._trace.record("peek_failed", index=slot.index, reason=reason[:500])
+            return Peek()
 
     async def _restart(self, slot: _Slot, reason: str) -> None:
         """Start a generator until it lives, with pauses, or is lost."""
         began = time.monotonic()
+        if slot.salvaging is not None:
+            await asyncio.wait({slot.salvaging})
         while slot.live is None:
             if slot.restarts_in_a_row >= self._most_restarts:
                 return self._lose(slot, reason)

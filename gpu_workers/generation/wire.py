@@ -8,28 +8,30 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
-from gpu_workers.controller.ports import Failure, SiblingResult, TurnResult
+from gpu_workers.controller.ports import DiscardedPartial, Failure, RolloutResult, SiblingResult, TurnResult
 from gpu_workers.generation.running_calls import Finished
 from storage.errors import InfrastructureFailure
 from storage.schemas import STAGED_CALLS
 
 _Packed = tuple[int, int, bytes | None, float, bool, tuple[bool, str, bool] | None, tuple[float, float]]
 _PackedTurn = tuple[int, int, bytes]
+_PackedDiscard = tuple[int, int, int, str]
+_AnyPacked = _Packed | _PackedTurn | _PackedDiscard
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
     """What finished, as plain values in the order of finishing: (ticket, packed result or why there is none)."""
 
-    finished: tuple[tuple[int, _Packed | _PackedTurn | str], ...]
+    finished: tuple[tuple[int, _AnyPacked | str], ...]
 
 
-def pack(finished: list[Finished[SiblingResult | TurnResult]]) -> Message:
+def pack(finished: list[Finished[RolloutResult]]) -> Message:
     """For the actor. `calls` become Arrow messages of `STAGED_CALLS`, exceptions their text."""
     return Message(tuple((one.ticket, _pack(one.result)) for one in finished))
 
 
-def unpack(message: Message) -> list[Finished[SiblingResult | TurnResult]]:
+def unpack(message: Message) -> list[Finished[RolloutResult]]:
     """For the controller. Exceptions come back as InfrastructureFailure."""
     return [
         Finished(ticket, InfrastructureFailure(packed) if isinstance(packed, str) else _unpack(packed))
@@ -37,9 +39,11 @@ def unpack(message: Message) -> list[Finished[SiblingResult | TurnResult]]:
     ]
 
 
-def _pack(result: SiblingResult | TurnResult | Exception) -> _Packed | _PackedTurn | str:
+def _pack(result: RolloutResult | Exception) -> _AnyPacked | str:
     if isinstance(result, TurnResult):
         return (result.generation_index, result.attempt, result.calls.serialize().to_pybytes())
+    if isinstance(result, DiscardedPartial):
+        return (result.generation_index, result.attempt, result.tokens, result.reason)
     if isinstance(result, Exception):
         return str(result) if isinstance(result, InfrastructureFailure) else repr(result)
     calls = None if result.calls is None else result.calls.serialize().to_pybytes()
@@ -52,10 +56,12 @@ def _pack(result: SiblingResult | TurnResult | Exception) -> _Packed | _PackedTu
     return (result.generation_index, result.attempt, calls, result.reward, result.masked, failure, seconds)
 
 
-def _unpack(packed: _Packed | _PackedTurn) -> SiblingResult | TurnResult:
+def _unpack(packed: _AnyPacked) -> RolloutResult:
     if len(packed) == 3:
         generation_index, attempt, turn = packed
         return TurnResult(generation_index, attempt, _calls(turn))
+    if len(packed) == 4:
+        return DiscardedPartial(*packed)
     generation_index, attempt, calls, reward, masked, failure, (generation_s, environment_s) = packed
     return SiblingResult(
         generation_index,

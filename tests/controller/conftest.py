@@ -109,8 +109,9 @@ class FakeGenerator:
                     yield SiblingResult(sibling.generation_index, sibling.attempt, failure=failure)
                     continue
                 self.generated.append(rollout)
-                result = self.result(order, sibling.generation_index, sibling.attempt, sibling.partial)
-                self._count(rollout, sibling.partial, result.calls.column("token_ids")[0].values.to_pylist())
+                result = self._continued(order, sibling)
+                if result.calls is not None:
+                    self._count(rollout, sibling.partial, result.calls.column("token_ids")[0].values.to_pylist())
                 yield result
         finally:
             self.closed.append(order.group_id)
@@ -133,7 +134,7 @@ class FakeGenerator:
     def _peeked(self, rollout: str, order: GroupOrder, sibling: SiblingOrder, *, known: KnownCall) -> PeekedCall | None:
         if sibling.environment_attempt != known.environment_attempt or rollout in self.unreadable:
             return None
-        row = self.result(order, sibling.generation_index, sibling.attempt, sibling.partial).calls
+        row = self._continued(order, sibling).calls
         tokens, logprobs, starts, versions = (
             row.column(name)[0].as_py() for name in ("token_ids", "logprobs", "version_starts", "versions")
         )
@@ -164,9 +165,20 @@ class FakeGenerator:
             "stop" if had == len(tokens) else "",
         )
 
-    def result(
-        self, order: GroupOrder, index: int, attempt: int, partial: PartialCompletion | None = None
-    ) -> SiblingResult:
+    def _continued(self, order: GroupOrder, sibling: SiblingOrder) -> SiblingResult:
+        """The result, in which the tokens that were continued keep their versions."""
+        result, partial = self.result(order, sibling.generation_index, sibling.attempt), sibling.partial
+        if partial is None:
+            return result
+        (row,) = result.calls.to_pylist()
+        starts, versions = [*partial.sampled.version_starts], [*partial.sampled.versions]
+        if versions[-1] != self.version and len(partial.sampled) < len(row["token_ids"]):
+            starts, versions = [*starts, len(partial.sampled)], [*versions, self.version]
+        row |= {"version_starts": starts, "versions": versions}
+        row["digest"] = row_digest(RowKind.STAGED_CALL, row)
+        return replace(result, calls=pa.RecordBatch.from_pylist([row], schema=STAGED_CALLS))
+
+    def result(self, order: GroupOrder, index: int, attempt: int) -> SiblingResult:
         ref = order.prompt.ref
         rng = np.random.default_rng([ref.prompt_id, ref.epoch, index])
         tokens = rng.integers(1, 50, size=3 + int(rng.integers(0, 4))).tolist()
@@ -176,11 +188,6 @@ class FakeGenerator:
         row |= {"prompt_token_ids": list(order.prompt.token_ids), "token_ids": tokens}
         row |= {"logprobs": [float(np.float32(-t / 7)) for t in tokens]}
         row |= {"version_starts": [0], "versions": [self.version]}
-        if partial is not None:
-            starts, versions = [*partial.sampled.version_starts], [*partial.sampled.versions]
-            if versions[-1] != self.version and len(partial.sampled) < len(tokens):
-                starts, versions = [*starts, len(partial.sampled)], [*versions, self.version]
-            row |= {"version_starts": starts, "versions": versions}
         row["digest"] = row_digest(RowKind.STAGED_CALL, row)
         calls = pa.RecordBatch.from_pylist([row], schema=STAGED_CALLS)
         return SiblingResult(index, attempt, calls=calls, reward=(tokens[0] % 10) / 10)

@@ -64,7 +64,7 @@ class Calls:
         return True
 
     async def complete(
-        self, order: GroupOrder, sibling: SiblingOrder, token_ids: tuple[int, ...], *, turn: int
+        self, order: GroupOrder, sibling: SiblingOrder, token_ids: tuple[int, ...], *, turn: int, report: Any = None
     ) -> Completion:
         rollout = rollout_id(order.group_id, sibling.generation_index)
         await asyncio.sleep(0)
