@@ -14,8 +14,8 @@ LOST_PROGRESS = (
     "two runs were apart before it."
 )
 INTERRUPTIONS = (
-    "At recovery level `prefix`. Tokens that were discarded are sampled anew; so are those of a call that can't be read, "
-    "if it is cut off."
+    "At recovery level `prefix`. Tokens that were discarded are sampled anew; so are those of a call that can't be "
+    "read, if it is cut off."
 )
 _INTERRUPTIONS = {
     "attempt_interrupted": "interrupted by a generator's failure, tokens known",
