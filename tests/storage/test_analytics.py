@@ -10,6 +10,7 @@ import polars as pl
 import pytest
 
 from storage.analytics.group_time import STAGES, group_time, stage_seconds
+from storage.analytics.interruptions import interruptions
 from storage.analytics.journeys import Journeys, follow
 from storage.analytics.lives import lives_of
 from storage.analytics.lost_progress import lost_progress
@@ -161,6 +162,34 @@ def test_snapshots_are_listed_over_time_and_summed_by_outcome(memory_store: Stor
         0.5,
         None,
     )
+
+
+def test_calls_that_were_cut_off_are_counted_by_what_became_of_them(memory_store: Store) -> None:
+    runs = [SimulatedRun(f"run-{seed}", seed, stops=2) for seed in (3, 5)]
+    for run in runs:
+        run.write(memory_store)
+    with analysed(memory_store, *runs) as (trace, _, _):
+        found = interruptions(trace)
+    for run in runs:
+        events = [event for life in run.events for event in life]
+        own = found.filter(run=run.run)
+        assert own["kind"].to_list() == ["attempt_interrupted", "attempt_resumed", "prefix_discarded"]
+        for kind, times, tokens in own.select("kind", "times", "tokens").iter_rows():
+            told = [event["tokens"] for event in events if event["event"] == kind]
+            assert (times, tokens) == (len(told), sum(told))
+        assert own["reason"].to_list() == ["infrastructure", None, "sampling"]
+
+
+def test_only_calls_with_tokens_count_as_continued_and_what_tells_no_tokens_has_none(memory_store: Store) -> None:
+    run = Told("run", [(1, 100.0, 104.0)])
+    facts = {"run_process": "run-0", "rollout_id": "e0-p1_g0"}
+    run.events[0] += [
+        {"t": 101.0, "event": "attempt_resumed", **facts, "attempt": 0, "turns": 2, "tokens": 0},
+        {"t": 102.0, "event": "call_unreadable", **facts, "reason": "no spans"},
+    ]
+    run.write(memory_store)  # type: ignore[misc]
+    with analysed(memory_store, run) as (trace, _, _):  # type: ignore[arg-type]
+        assert interruptions(trace).rows() == [("run", "call_unreadable", 1, None, "no spans")]
 
 
 class Told:
