@@ -72,10 +72,13 @@ class EpisodeTable:
             raise EnvironmentRefusal(
                 "environment_closed", f"'{self.instance}' is closed for a checkpoint; open {episode} once it is open"
             )
-        if episode not in self._episodes and task.saved is not None:
-            self._episodes[episode] = self._reopened(episode, task, task.saved)
-        if episode in self._episodes:
-            return self._continued(self._episodes[episode], task)
+        known = self._episodes.get(episode)
+        if known is None and task.saved is not None:
+            known = self._reopened(episode, task, task.saved)
+        if known is not None:
+            boundary = self._continued(known, task)
+            self._episodes[episode] = known
+            return boundary
         if generation_index_of(episode.rollout_id) != task.generation_index:
             raise EnvironmentRefusal(
                 "rollout_id_required", f"episode {episode} was given the generation index {task.generation_index}"
