@@ -11,12 +11,13 @@ _SLACK_S = 0.5
 
 
 class CallPeeker:
-    """One look at a time; whoever asks during one waits for the next, which knows more."""
+    """One look at a time. All who ask during one share the next, which knows more."""
 
     def __init__(self, parts: RolloutParts, generator: Generator) -> None:
         self._parts = parts
         self._generator = generator
         self._lock = asyncio.Lock()
+        self._looks = 0
         self._unreadable: dict[str, str] = {}
 
     @property
@@ -32,20 +33,25 @@ class CallPeeker:
         """Take over the tokens that running calls have by now. Returns milliseconds; never raises, nor waits longer
         than `rollout_recovery.peek_deadline_s` and a little for the generators.
         """
-        began = time.perf_counter()
+        began, looks = time.perf_counter(), self._looks
         async with self._lock:
-            wanted = self._parts.partial_calls.wanted()
-            if wanted:
-                deadline_s = self._parts.config.rollout_recovery.peek_deadline_s
-                try:
-                    async with asyncio.timeout(deadline_s + _SLACK_S):
-                        peek = await self._generator.peek(wanted)
-                except TimeoutError:
-                    reason = f"no answer within rollout_recovery.peek_deadline_s {deadline_s} s"
-                    self._parts.trace.record("peek_failed", reason=reason)
-                else:
-                    await self._take(peek)
+            if self._looks == looks:
+                self._looks += 1
+                await self._look()
         return (time.perf_counter() - began) * 1000
+
+    async def _look(self) -> None:
+        wanted, deadline_s = self._parts.partial_calls.wanted(), self._parts.config.rollout_recovery.peek_deadline_s
+        if not wanted:
+            return
+        try:
+            async with asyncio.timeout(deadline_s + _SLACK_S):
+                peek = await self._generator.peek(wanted)
+        except TimeoutError:
+            reason = f"no answer within rollout_recovery.peek_deadline_s {deadline_s} s"
+            self._parts.trace.record("peek_failed", reason=reason)
+        else:
+            await self._take(peek)
 
     async def _take(self, peek: Peek) -> None:
         async with self._parts.barrier.mutation("peek") as mutation:

@@ -251,6 +251,23 @@ async def test_a_snapshot_does_not_wait_for_generators_that_do_not_answer(worlds
     assert len(world.trace.of("peek_failed")) == 1
 
 
+async def test_all_who_ask_during_a_look_share_the_next_one(worlds):
+    world = worlds()
+    await running_with(world, 1)
+    asked: list[int] = []
+    original = world.generator.peek
+
+    async def peek(wanted: Any) -> Any:
+        asked.append(len(wanted))
+        return await original(wanted)
+
+    world.generator.peek = peek
+    await asyncio.gather(*(world.controller._peeker.look() for _ in range(20)))
+    assert len(asked) == 2
+    await world.controller._peeker.look()
+    assert len(asked) == 3
+
+
 async def test_the_end_of_a_call_between_peek_and_cut_is_what_counts(worlds):
     world = worlds()
     await running_with(world, 2)
