@@ -10,10 +10,12 @@ import torch
 
 from gpu_workers.controller.barrier import DataPlaneBarrier
 from gpu_workers.controller.bundle_publisher import BundlePublisher
+from gpu_workers.controller.call_peeker import CallPeeker
 from gpu_workers.controller.counted_trace import CountedTrace
 from gpu_workers.controller.environment_checkpoint import NoEnvironmentCheckpoint
+from gpu_workers.controller.partial_calls import PartialCalls
 from gpu_workers.controller.parts import RolloutParts, RolloutRuntimeState
-from gpu_workers.controller.ports import Trainer
+from gpu_workers.controller.ports import Generator, Trainer
 from gpu_workers.controller.prompt_source import PromptSource
 from gpu_workers.controller.published_bundles import PublishedBundles
 from gpu_workers.controller.recovery_ledger import RecoveryLedger
@@ -70,13 +72,15 @@ class LiveState:
         self._tokens = tokens
         self._next = 0
         source = PromptSource(NumberedPrompts(), num_epochs=1, seed=1, shuffle=False)
+        ledger = RecoveryLedger()
         self.parts = RolloutParts(
             config=CONFIG,
             source=source,
             sampler=build_sampler(CONFIG),
-            ledger=RecoveryLedger(),
+            ledger=ledger,
             buffer=ReplayBuffer(),
             rows=RowStore(),
+            partial_calls=PartialCalls(ledger),
             barrier=DataPlaneBarrier(),
             trace=CountedTrace(NoTrace()),
             state=RolloutRuntimeState(),
@@ -138,7 +142,9 @@ class Saver:
         bundles = PublishedBundles(self.store, self.layout, log, checkpointing=keeping, snapshots=snapshots)
         self._publisher = BundlePublisher(parts, bundles, identity="f" * 64)
         checkpoints = TrainerCheckpoints(parts, cast("Trainer", None), self._publisher)  # none is ever saved
-        self._snapshotter = RolloutSnapshotter(parts, self._publisher, checkpoints, NoEnvironmentCheckpoint())
+        self._snapshotter = RolloutSnapshotter(
+            parts, self._publisher, checkpoints, NoEnvironmentCheckpoint(), CallPeeker(parts, cast("Generator", None))
+        )
         self._attempts = 0
 
     async def snapshot(self) -> dict[str, float]:

@@ -193,29 +193,27 @@ def _index(tables: StateTables) -> pl.DataFrame:
     siblings = tables.tables["ledger"].select(*_KEY, "siblings").explode("siblings", empty_as_null=False)
     sealed = siblings.select(*_KEY, pl.col("siblings").struct.field("sealed")).drop_nulls("sealed")
     keys = sealed.select(*_KEY, pl.col("sealed").struct.field("call_keys").alias("row_id"))
-    episodes = tables.tables["episodes"].select("rollout_id", pl.col("calls").alias("row_id"))
-    parsed = pl.col("rollout_id").str.extract_groups(r"^e(?<epoch>\d+)-p(?<prompt_id>\d+)_g\d+$")
-    kept = episodes.select(
-        parsed.struct.field("epoch").cast(pl.Int64), parsed.struct.field("prompt_id").cast(pl.Int64), "row_id"
-    )
-    staged = pl.concat([keys, kept]).explode("row_id", empty_as_null=False)
+    staged = pl.concat([keys, _of_rollouts(tables.tables["episodes"], "calls")]).explode("row_id", empty_as_null=False)
+    partial = _of_rollouts(tables.tables["partial_calls"], "chunks").explode("row_id", empty_as_null=False)
     group = pl.format("e{}-p{}", "epoch", "prompt_id").alias("group_id")
-    kinds = ((training, "training_rows"), (staged, "staged_calls"))
+    kinds = ((training, "training_rows"), (staged, "staged_calls"), (partial, "partial_tokens"))
     return pl.concat(frame.select("row_id", pl.lit(kind).alias("kind"), group) for frame, kind in kinds)
 
 
+def _of_rollouts(table: pl.DataFrame, rows: str) -> pl.DataFrame:
+    """`epoch`, `prompt_id` and the list `row_id` from a table of rollouts and their `rows`."""
+    parsed = pl.col("rollout_id").str.extract_groups(r"^e(?<epoch>\d+)-p(?<prompt_id>\d+)_g\d+$")
+    return table.select(
+        parsed.struct.field("epoch").cast(pl.Int64),
+        parsed.struct.field("prompt_id").cast(pl.Int64),
+        pl.col(rows).alias("row_id"),
+    )
+
+
 def _tables(state: RolloutState) -> dict[str, pl.DataFrame]:
-    records = {
-        "replay_index": [plain.plain_buffered(group) for group in state.buffer],
-        "ledger": [plain.plain_ledger_group(group) for group in state.ledger],
-        "spare_prompts": [plain.plain_prompt(prompt) for prompt in state.spares],
-        "dropped": [plain.plain_dropped(dropped) for dropped in state.dropped],
-        "trained": [plain.plain_trained(trained) for trained in state.trained],
-        "episodes": [plain.plain_episode(episode) for episode in state.episodes],
-    }
     return {
         kind: pl.DataFrame(pl.from_arrow(pa.Table.from_pylist(lines, schema=STATE_SCHEMAS[kind])))
-        for kind, lines in records.items()
+        for kind, lines in plain.plain_tables(state).items()
     }
 
 

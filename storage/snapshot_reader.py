@@ -10,6 +10,7 @@ from storage.filesystem import Store
 from storage.layout import RunLayout
 from storage.logical_digest import logical_digest
 from storage.manifests import FileEntry, Manifest
+from storage.partial_tokens import chunk_defect
 from storage.parts import decode_part
 from storage.records import RolloutState
 from storage.refusals import corrupt, unsupported
@@ -173,7 +174,7 @@ def _rows_of_part(store: Store, entry: FileEntry, places: list[RowPlace]) -> dic
 
 
 def _compare_calls(state: RolloutState, rows: Mapping[str, RowHandle], where: str) -> None:
-    """The ledger names calls with their digests; the rows must be those calls."""
+    """The ledger names calls with their digests, and partial calls the rows with their tokens; they must be those."""
     for episode in state.episodes:
         for key in episode.calls:
             if (found := rows[key].batch.column("rollout_id")[rows[key].index].as_py()) != episode.rollout_id:
@@ -184,6 +185,9 @@ def _compare_calls(state: RolloutState, rows: Mapping[str, RowHandle], where: st
                 if rows[key].digest != digest:
                     found = f"staged call {key} has digest {rows[key].digest}"
                     raise corrupt(where, f"{found}, the ledger says {digest}")
+    for call in state.partial_calls:
+        if (defect := chunk_defect(call, rows)) is not None:
+            raise corrupt(where, f"partial call {call.key}: {defect}")
 
 
 def _compare_totals(
@@ -201,6 +205,7 @@ def _compare_totals(
         "trained": len(state.trained),
         "rows": len(rows),
         "episodes": len(state.episodes),
+        "partial_calls": len(state.partial_calls),
         "progress": None,
     }
     held = {kind: held[kind] for kind in state_kinds(version)}

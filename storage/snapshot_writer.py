@@ -167,7 +167,8 @@ class SnapshotWriter:
 def state_counts(state: RolloutState, *, version: int = STATE_SCHEMA_VERSION) -> dict[str, int]:
     """The counts that a manifest states and a reader compares; manifests outlive the bundles they describe.
 
-    `version`: that of the format; the first one did not count episodes.
+    `version`: that of the format; the first one did not count episodes, the second not the calls that have not ended
+    (`partial_calls`, with `partial_tokens` sampled tokens).
 
     `reusable_siblings` are sealed ones of groups whose recovery level keeps them; `running_attempts` were
     dispatched and unsealed at the cut.
@@ -182,8 +183,13 @@ def state_counts(state: RolloutState, *, version: int = STATE_SCHEMA_VERSION) ->
         if sibling.sealed is not None
     ]
     episodes = {"episodes": len(state.episodes), "finished_turns": sum(episode.turn for episode in state.episodes)}
+    calls = {
+        "partial_calls": len(state.partial_calls),
+        "partial_tokens": sum(call.num_tokens for call in state.partial_calls),
+    }
     return {
         **(episodes if version > 1 else {}),
+        **(calls if version > 2 else {}),
         "ledger_groups": len(state.ledger),
         "siblings": len(siblings),
         "sealed_siblings": sum(sibling.sealed is not None for sibling in siblings),

@@ -10,10 +10,15 @@ from storage.records import (
     GroupPhase,
     GroupStatus,
     LedgerGroup,
+    PartialCall,
     RolloutState,
     Sibling,
+    partial_key,
     rollout_id,
 )
+
+_RUNNING = (AttemptStatus.DISPATCHED, AttemptStatus.RESUMED)
+_FINISH_REASONS = ("", "stop", "length")
 
 
 def defects(state: RolloutState) -> list[str]:
@@ -27,6 +32,7 @@ def defects(state: RolloutState) -> list[str]:
         *(defect for trained in state.trained for defect in _buffered_defects(trained.group)),
         *_trained_defects(state),
         *_episode_defects(state),
+        *_partial_call_defects(state),
     ]
 
 
@@ -112,11 +118,7 @@ def _buffered_defects(group: BufferedGroup) -> Iterator[str]:
 def _episode_defects(state: RolloutState) -> Iterator[str]:
     """An episode belongs to the running attempt of a sibling that is to be restored at its turns."""
     yield from _duplicates("episode of rollout", (episode.rollout_id for episode in state.episodes))
-    owed = {
-        rollout_id(group.group_id, sibling.generation_index): (group, sibling)
-        for group in state.ledger
-        for sibling in group.siblings
-    }
+    owed = _owed(state)
     for episode in state.episodes:
         if episode.rollout_id not in owed:
             yield f"episode {episode.row_key} is of no sibling in the ledger"
@@ -125,8 +127,17 @@ def _episode_defects(state: RolloutState) -> Iterator[str]:
             yield f"episode {episode.row_key}: {defect}"
 
 
+def _owed(state: RolloutState) -> dict[str, tuple[LedgerGroup, Sibling]]:
+    """Every sibling of the ledger with its group, by rollout."""
+    return {
+        rollout_id(group.group_id, sibling.generation_index): (group, sibling)
+        for group in state.ledger
+        for sibling in group.siblings
+    }
+
+
 def _episode_defect(episode: EpisodeRecord, group: LedgerGroup, sibling: Sibling) -> str | None:
-    if sibling.status not in (AttemptStatus.DISPATCHED, AttemptStatus.RESUMED):
+    if sibling.status not in _RUNNING:
         return f"its sibling is {sibling.status}"
     if not group.level.keeps_turns:
         return f"its group is restored at level {group.level}"
@@ -135,6 +146,48 @@ def _episode_defect(episode: EpisodeRecord, group: LedgerGroup, sibling: Sibling
     lengths = {len(episode.rewards), len(episode.calls), len(episode.weight_versions), episode.turn}
     if len(lengths) != 1:
         return f"{episode.turn} turns with {len(episode.rewards)} rewards and {len(episode.calls)} calls"
+    return None
+
+
+def _partial_call_defects(state: RolloutState) -> Iterator[str]:
+    """A partial call is the one call that runs for a sibling that is to be restored with its tokens."""
+    if not state.partial_calls:
+        return
+    yield from _duplicates("partial call of rollout", (call.rollout_id for call in state.partial_calls))
+    owed, turns = _owed(state), {episode.rollout_id: episode.turn for episode in state.episodes}
+    for call in state.partial_calls:
+        if call.rollout_id not in owed:
+            yield f"partial call {call.key} is of no sibling in the ledger"
+            continue
+        defect = _partial_call_defect(call, *owed[call.rollout_id], turns=turns.get(call.rollout_id, 0))
+        if defect is not None:
+            yield f"partial call {call.key}: {defect}"
+
+
+def _partial_call_defect(call: PartialCall, group: LedgerGroup, sibling: Sibling, *, turns: int) -> str | None:
+    if sibling.status not in _RUNNING:
+        return f"its sibling is {sibling.status}"
+    if not group.level.keeps_tokens:
+        return f"its group is restored at level {group.level}"
+    if call.attempt != sibling.attempt:
+        return f"the attempt of its sibling is {sibling.attempt}"
+    if call.turn != turns:
+        return f"{turns} finished turns of its sibling are saved"
+    if call.finish_reason not in _FINISH_REASONS:
+        return f"it has finished for {call.finish_reason!r}, expected one of {', '.join(map(repr, _FINISH_REASONS))}"
+    return _chunks_defect(call)
+
+
+def _chunks_defect(call: PartialCall) -> str | None:
+    """The ids of its chunks say which tokens they hold: all, in their order, and none twice."""
+    end = 0
+    for chunk in call.chunks:
+        start, end_text = end, chunk.rpartition("-")[2]
+        end = int(end_text) if end_text.isdecimal() else start
+        if end <= start or chunk != partial_key(call.key, start=start, end=end):
+            return f"chunk {chunk} stands where its tokens from {start} on are expected"
+    if end != call.num_tokens or not call.chunks:
+        return f"{call.num_tokens} tokens in chunks that hold {end}"
     return None
 
 

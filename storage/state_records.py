@@ -7,11 +7,13 @@ from typing import Any
 from storage.records import (
     AttemptStatus,
     BufferedGroup,
+    CallSampling,
     DroppedPrompt,
     EpisodeRecord,
     GroupPhase,
     GroupStatus,
     LedgerGroup,
+    PartialCall,
     Progress,
     PromptRef,
     RecoveryLevel,
@@ -117,14 +119,32 @@ def dropped_from(plain: Mapping[str, Any]) -> DroppedPrompt:
 
 def plain_episode(episode: EpisodeRecord) -> Plain:
     """A running episode at a turn boundary."""
-    plain = {field.name: getattr(episode, field.name) for field in dataclasses.fields(episode)}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
+    return _plain_fields(episode)
 
 
 def episode_from(plain: Mapping[str, Any]) -> EpisodeRecord:
     """A running episode at a turn boundary."""
-    values: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in plain.items()}
-    return EpisodeRecord(**values)
+    return EpisodeRecord(**_field_values(plain))
+
+
+def plain_partial_call(call: PartialCall) -> Plain:
+    """A model call that has not ended."""
+    return {**_plain_fields(call), "sampling": _plain_fields(call.sampling)}
+
+
+def partial_call_from(plain: Mapping[str, Any]) -> PartialCall:
+    """A model call that has not ended."""
+    return PartialCall(**{**_field_values(plain), "sampling": CallSampling(**_field_values(plain["sampling"]))})
+
+
+def _plain_fields(record: EpisodeRecord | PartialCall | CallSampling) -> Plain:
+    """Every field under its name; tuples are lists."""
+    plain = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
+
+
+def _field_values(plain: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()}
 
 
 def plain_progress(progress: Progress) -> Plain:
@@ -148,23 +168,26 @@ def progress_from(plain: Mapping[str, Any]) -> Progress:
 
 def plain_state(state: RolloutState, version: int) -> Plain:
     """The whole state as a version of the format knows it; equal states have equal values."""
-    plain = _plain_state(state)
-    if version == 1:
+    plain: Plain = {"progress": plain_progress(state.progress), **plain_tables(state)}
+    if version < 3:
+        del plain["partial_calls"]
+    if version < 2:
         del plain["episodes"]
         for sibling in (sibling for group in plain["ledger"] for sibling in group["siblings"]):
             del sibling["resumes"]
     return plain
 
 
-def _plain_state(state: RolloutState) -> Plain:
+def plain_tables(state: RolloutState) -> dict[str, list[Plain]]:
+    """The lines of each table, as the newest version of the format has them."""
     return {
-        "progress": plain_progress(state.progress),
         "ledger": [plain_ledger_group(group) for group in state.ledger],
         "replay_index": [plain_buffered(group) for group in state.buffer],
         "spare_prompts": [plain_prompt(prompt) for prompt in state.spares],
         "dropped": [plain_dropped(dropped) for dropped in state.dropped],
         "trained": [plain_trained(trained) for trained in state.trained],
         "episodes": [plain_episode(episode) for episode in state.episodes],
+        "partial_calls": [plain_partial_call(call) for call in state.partial_calls],
     }
 
 

@@ -1,10 +1,13 @@
-"""Arrow schemas of the rollout state's tables, by version. Version 2 added episodes, and `resumes` to a sibling."""
+"""Arrow schemas of the rollout state's tables, by version.
+
+Version 2 added episodes, and `resumes` to a sibling; version 3 model calls that have not ended.
+"""
 
 from collections.abc import Mapping
 
 import pyarrow as pa
 
-STATE_SCHEMA_VERSION = 2
+STATE_SCHEMA_VERSION = 3
 
 _NULLABLE = ("target_step", "start_version", "claimed_by", "sealed")
 
@@ -99,6 +102,24 @@ EPISODES = _schema(
     ("deadline_left_s", pa.float64()),
     ("parked_s", pa.float64()),
 )
+_SAMPLING = _struct(
+    ("kind", pa.string()),
+    ("seed", pa.int64()),
+    ("temperature", pa.float64()),
+    ("top_p", pa.float64()),
+    ("stop_token_ids", _list_of(pa.int64())),
+)
+PARTIAL_CALLS = _schema(
+    ("rollout_id", pa.string()),
+    ("attempt", pa.int64()),
+    ("turn", pa.int64()),
+    ("prompt_tokens", pa.int64()),
+    ("prompt_digest", pa.string()),
+    ("sampling", _SAMPLING),
+    ("chunks", _list_of(pa.string())),  # row ids of its tokens, in their order
+    ("num_tokens", pa.int64()),
+    ("finish_reason", pa.string()),
+)
 SPARE_PROMPTS = _schema(*_PROMPT)
 DROPPED = _schema(*_PROMPT, ("reason", pa.string()), ("target_step", pa.int64()))
 ROWS = _schema(
@@ -117,12 +138,19 @@ STATE_SCHEMAS = {
     "trained": TRAINED,
     "rows": ROWS,
     "episodes": EPISODES,
+    "partial_calls": PARTIAL_CALLS,
 }
+
+
+def _without(*kinds: str) -> dict[str, pa.Schema]:
+    return {kind: schema for kind, schema in STATE_SCHEMAS.items() if kind not in kinds}
+
 
 # What a reader expects of each version that was ever written.
 SCHEMAS_BY_VERSION: Mapping[int, Mapping[str, pa.Schema]] = {
-    1: {kind: schema for kind, schema in STATE_SCHEMAS.items() if kind != "episodes"} | {"ledger": _ledger(_SIBLING_1)},
-    2: STATE_SCHEMAS,
+    1: _without("episodes", "partial_calls") | {"ledger": _ledger(_SIBLING_1)},
+    2: _without("partial_calls"),
+    3: STATE_SCHEMAS,
 }
 
 # Every bundle holds each of these files exactly once, even when empty: a missing one is never "no entries".

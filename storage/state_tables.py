@@ -40,17 +40,11 @@ class StateFile:
 
 def encode_state(state: RolloutState, places: list[RowPlace], *, writer: str) -> list[StateFile]:
     """The files of a state, one of each of `STATE_KINDS`."""
-    tables: dict[str, list[dict[str, Any]]] = {
-        "replay_index": [plain.plain_buffered(group) for group in state.buffer],
-        "ledger": [plain.plain_ledger_group(group) for group in state.ledger],
-        "spare_prompts": [plain.plain_prompt(prompt) for prompt in state.spares],
-        "dropped": [plain.plain_dropped(dropped) for dropped in state.dropped],
-        "trained": [plain.plain_trained(trained) for trained in state.trained],
-        "episodes": [plain.plain_episode(episode) for episode in state.episodes],
-    }
+    tables = plain.plain_tables(state)
     files = [
-        _state_file(kind, pa.Table.from_pylist(rows, schema=STATE_SCHEMAS[kind]), writer)
-        for kind, rows in tables.items()
+        _state_file(kind, pa.Table.from_pylist(tables[kind], schema=schema), writer)
+        for kind, schema in STATE_SCHEMAS.items()
+        if kind in tables
     ]
     # By column: a dict for each of very many rows would keep interpreter and garbage collector busy.
     columns = {name: [getattr(place, name) for place in places] for name in ROWS.names}
@@ -80,7 +74,8 @@ def decode_state(
         spares=_decode_records("spare_prompts", files, schemas, plain.prompt_from),
         dropped=_decode_records("dropped", files, schemas, plain.dropped_from),
         trained=_decode_records("trained", files, schemas, plain.trained_from),
-        episodes=_decode_records("episodes", files, schemas, plain.episode_from) if "episodes" in schemas else (),
+        episodes=_decode_records("episodes", files, schemas, plain.episode_from),
+        partial_calls=_decode_records("partial_calls", files, schemas, plain.partial_call_from),
     )
     places = _decode_records("rows", files, schemas, lambda row: RowPlace(**row))
     if found := defects(state):
@@ -95,6 +90,9 @@ def _decode_records(
     schemas: Mapping[str, pa.Schema],
     build: Callable[[dict[str, Any]], T],
 ) -> tuple[T, ...]:
+    """The lines of a table; none of one that the version of the format does not have."""
+    if kind not in schemas:
+        return ()
     path, data = files[kind]
     table = decode_table(data, schemas[kind], path)
     try:

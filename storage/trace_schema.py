@@ -47,13 +47,14 @@ FIELDS: Mapping[str, pl.DataType] = {
             *("running_attempts", "episodes", "finished_turns", "steps_to_replay", "groups_buffered"),
             *("groups_unfinished", "siblings_reused", "siblings_resumed", "siblings_rerun", "turns_kept"),
             *("tokens_kept", "restarts_in_a_row", "train_steps", "running_groups", "ledger_groups", "buffered_groups"),
+            *("tokens", "partial_calls", "partial_tokens", "unreadable_calls", "calls_continued", "tokens_continued"),
         ),
         _WHOLE,
     ),
     **dict.fromkeys(
         (
             *("seconds", "waited_s", "generation_s", "environment_s", "cut_time", "cut_ms", "barrier_wait_ms"),
-            *("write_s", "reward", "rewards_mean", "batch_age"),
+            *("write_s", "peek_ms", "reward", "rewards_mean", "batch_age"),
         ),
         _REAL,
     ),
@@ -101,8 +102,25 @@ EVENTS: Mapping[str, EventType] = {
     "group_admitted": EventType("The sampler let the group's batch be dispatched.", ("group_id", *_PLACE)),
     "attempt_dispatched": EventType("An attempt of a sibling was sent to a generator.", _SIBLING),
     "attempt_resumed": EventType(
-        "An attempt was sent to go on from `turns` finished turns.", (*_SIBLING, "turns", "environment_attempt")
+        "An attempt was sent to go on from `turns` finished turns, and `tokens` of the model call after them.",
+        (*_SIBLING, "turns", "environment_attempt"),
+        ("tokens",),
     ),
+    "attempt_interrupted": EventType(
+        "The generator of a running attempt failed; it goes on with the finished turns and `tokens` that are known of "
+        "it.",
+        ("rollout_id", "attempt", "reason", "tokens"),
+        ("message",),
+    ),
+    "prefix_discarded": EventType(
+        "A generator could not continue these tokens of a model call, and samples the call anew.",
+        ("rollout_id", "attempt", "tokens", "reason"),
+    ),
+    "call_unreadable": EventType(
+        "The tokens of a running model call can't be read; it is run again from its last turn where it is interrupted.",
+        ("rollout_id", "reason"),
+    ),
+    "peek_failed": EventType("A generator did not tell the tokens of its running calls.", ("index", "reason")),
     "attempt_sealed": EventType(
         "A sibling has its result. `generation_s` and `environment_s`: seconds of this attempt in model calls and in "
         "environment turns (scoring included), in this process.",
@@ -155,6 +173,7 @@ EVENTS: Mapping[str, EventType] = {
         (
             *("cut_ms", "barrier_wait_ms", "write_s", "groups", "rows", "recorded_steps"),
             *("rolled_back_train_group_count", "sealed_siblings", "running_attempts", "episodes", "finished_turns"),
+            *("partial_calls", "partial_tokens", "unreadable_calls", "peek_ms"),
         ),
     ),
     "checkpoint_published": EventType(
@@ -167,7 +186,7 @@ EVENTS: Mapping[str, EventType] = {
             *("sequence", "anchor_sequence", "kind", "step", "model_step", "steps_to_replay", "cut_time"),
             *("groups_buffered", "groups_unfinished", "siblings_reused", "siblings_rerun", "tokens_kept"),
         ),
-        ("siblings_resumed", "turns_kept"),
+        ("siblings_resumed", "turns_kept", "calls_continued", "tokens_continued"),
     ),
     "environment_parked": EventType(
         "The environments were closed for a snapshot for so long.", ("seconds", "committed")

@@ -10,7 +10,7 @@ is taken back before the digests are compared, and only exactly that.
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import pyarrow as pa
@@ -20,8 +20,9 @@ from gpu_workers.controller.bundle_publisher import BundlePublisher, Captured
 from gpu_workers.controller.counted_trace import CountedTrace
 from gpu_workers.controller.environment_checkpoint import NoEnvironmentCheckpoint
 from gpu_workers.controller.environment_snapshot import EnvironmentSnapshot
+from gpu_workers.controller.partial_calls import PartialCalls
 from gpu_workers.controller.parts import RolloutParts, RolloutRuntimeState
-from gpu_workers.controller.ports import GroupOrder, SiblingResult, StepResult, WeightsRef
+from gpu_workers.controller.ports import GroupOrder, KnownCall, Peek, SiblingResult, StepResult, WeightsRef
 from gpu_workers.controller.prompt_source import Dataset, PromptSource
 from gpu_workers.controller.recovery_ledger import RecoveryLedger
 from gpu_workers.controller.replay_buffer import ReplayBuffer
@@ -40,6 +41,7 @@ from storage.records import AttemptStatus, EpisodeRecord, GroupStatus, LedgerGro
 from storage.rows import RowHandle
 from storage.run_config import DataConfig, RunConfig
 from storage.runs import saved_config
+from storage.schemas import prompt_digest
 from storage.snapshot_reader import RestoredBundle
 from storage.snapshot_writer import CapturedBundle
 from storage.trace import NoTrace
@@ -85,7 +87,7 @@ class Drill:
             if isinstance(cause, RestoreRefused):
                 return DrillOutcome(False, f"it can't be restored here: {type(cause).__name__}: {cause}")
             return DrillOutcome(True, f"restore drill: link {error.link} failed: {type(cause).__name__}: {cause}")
-        return DrillOutcome(True, _difference(captured, bundle))
+        return DrillOutcome(True, _difference(captured, bundle) or _other_prompts(parts.source, bundle.state))
 
     def _parts(self, config: RunConfig) -> RolloutParts:
         """Fresh parts, as a controller makes them. Finished groups are loaded whatever the run was set to."""
@@ -93,13 +95,15 @@ class Drill:
         config = config.model_copy(update={"checkpointing": loading})
         data = config.data
         dataset = self._dataset_of(data)
+        ledger = RecoveryLedger()
         return RolloutParts(
             config=config,
             source=PromptSource(dataset, num_epochs=data.num_epochs, seed=data.seed, shuffle=data.shuffle),
             sampler=build_sampler(config),
-            ledger=RecoveryLedger(),
+            ledger=ledger,
             buffer=ReplayBuffer(),
             rows=RowStore(),
+            partial_calls=PartialCalls(ledger),
             barrier=DataPlaneBarrier(),
             trace=CountedTrace(NoTrace()),
             state=RolloutRuntimeState(),
@@ -137,9 +141,7 @@ def _difference(captured: Captured, bundle: RestoredBundle) -> str:
         return ""
     saved = bundle.state
     differs = [
-        name
-        for name in ("progress", "ledger", "buffer", "spares", "dropped", "trained", "episodes")
-        if getattr(state, name) != getattr(saved, name)
+        name for name in (field.name for field in fields(RolloutState)) if getattr(state, name) != getattr(saved, name)
     ]
     if rows != bundle.rows:
         differs.append("rows")
@@ -147,6 +149,25 @@ def _difference(captured: Captured, bundle: RestoredBundle) -> str:
         f"restore drill: what was restored has logical digest {found[:12]}, what was published {expected[:12]}; "
         f"{', '.join(differs) or 'the order of records'} differ"
     )
+
+
+def _other_prompts(source: PromptSource, state: RolloutState) -> str:
+    """Empty when each partial call of a task whose prompts are asked as they are was sampled after its prompt. What an
+    environment or a Gym's agent asks is not known here.
+    """
+    prompts = {group.group_id: group.prompt for group in state.ledger}
+    for call in state.partial_calls:
+        prompt = prompts[call.rollout_id.rpartition("_g")[0]]
+        if source.dataset.agent(prompt.prompt_id):
+            continue
+        asked = source.load(prompt).token_ids
+        digest = prompt_digest(asked)
+        if (call.prompt_tokens, call.prompt_digest) != (len(asked), digest):
+            return (
+                f"restore drill: partial call {call.key} was asked with {call.prompt_tokens} tokens of digest "
+                f"{call.prompt_digest[:12]}, but prompt {prompt.prompt_id} has {len(asked)} of digest {digest[:12]}"
+            )
+    return ""
 
 
 def _as_saved(captured: Captured, bundle: RestoredBundle) -> tuple[RolloutState, Mapping[str, RowHandle]]:
@@ -279,6 +300,10 @@ class _NoGenerator:
     async def load_weights(self, weights: WeightsRef) -> Mapping[str, float]:
         """Takes any."""
         return {}
+
+    async def peek(self, wanted: Mapping[str, KnownCall]) -> Peek:
+        """Nothing runs."""
+        return Peek()
 
     async def abort(self, group_id: str) -> None:
         """Nothing runs."""

@@ -73,6 +73,8 @@ class Captured:
             "running_attempts": sum(s.status is AttemptStatus.DISPATCHED for s in siblings),
             "episodes": len(self.state.episodes),
             "finished_turns": sum(episode.turn for episode in self.state.episodes),
+            "partial_calls": len(self.state.partial_calls),
+            "partial_tokens": sum(call.num_tokens for call in self.state.partial_calls),
         }
 
 
@@ -115,21 +117,27 @@ class BundlePublisher:
         Without an `environment` running episodes are left out: a restart runs them again. Raises the run's failure:
         what failed half-way is not saved.
         """
-        parts, asked = self._parts, time.perf_counter()
+        parts = self._parts
+        await parts.partial_calls.stage()
+        asked = time.perf_counter()
         async with parts.barrier.cut("snapshot") as cut:
             entered, cut_time = time.perf_counter(), self._next_cut_time()
             if parts.state.failure is not None:
                 raise parts.state.failure
             state = self._copy_state(cut, model_step, environment)
+            episodes = {episode.rollout_id: episode for episode in state.episodes}
+            calls, tokens = parts.partial_calls.capture(cut, state.ledger, episodes)
             rows = parts.rows.capture(cut)
             running = set(parts.ledger.staged_keys())
             durable_rows = frozenset(parts.state.recorded.rows(up_to=model_step))
             version = parts.barrier.mutation_version
             trainer_step, claimed = parts.state.train_steps, len(parts.buffer.claimed())
             left = time.perf_counter()
+        state = replace(state, partial_calls=calls)
         left_out = durable_rows | (running - {key for episode in state.episodes for key in episode.calls})
         if left_out:
             rows = {row_id: row for row_id, row in rows.items() if row_id not in left_out}
+        rows = {**rows, **tokens} if tokens else rows
         wait_ms, cut_ms = (entered - asked) * 1000, (left - entered) * 1000
         return Captured(state, rows, trainer_step, cut_time, version, wait_ms, cut_ms, claimed)
 

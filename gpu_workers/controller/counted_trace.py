@@ -67,6 +67,8 @@ def _counted_as(event: str, fields: Mapping[str, Any]) -> str | None:
             return {"evicted": "evicted_groups", "stale": "aborted_groups"}.get(fields["reason"])
         case "attempt_abandoned":
             return "failed_attempts" if fields["reason"] in ("infrastructure", "data") else None
+        case "attempt_interrupted":
+            return "failed_attempts"
         case "run_stalled":
             return "rollout/stalls"
         case _:

@@ -1,4 +1,9 @@
-"""Runs one prompt group to its end: dispatch, seal each sibling, retry what failed, finalize, or give up."""
+"""Runs one prompt group to its end: dispatch, seal each sibling, retry what failed, finalize, or give up.
+
+dispatched --result--> sealed
+           --failure, the tokens of its call are known (level `prefix`)--> resumed, the same attempt
+           --any other failure--> abandoned, the next attempt
+"""
 
 import asyncio
 import contextlib
@@ -6,12 +11,21 @@ from typing import Any
 
 import pyarrow as pa
 
+from gpu_workers.controller.call_peeker import CallPeeker
 from gpu_workers.controller.environment_checkpoint import EnvironmentCheckpoint
 from gpu_workers.controller.failed_groups import FailedGroups
 from gpu_workers.controller.failures import FailurePolicy
 from gpu_workers.controller.finalizer import Finalizer
 from gpu_workers.controller.parts import RolloutParts
-from gpu_workers.controller.ports import Generator, GroupOrder, SiblingOrder, SiblingResult, TurnResult
+from gpu_workers.controller.ports import (
+    DiscardedPartial,
+    Generator,
+    GroupOrder,
+    RolloutResult,
+    SiblingOrder,
+    SiblingResult,
+    TurnResult,
+)
 from gpu_workers.controller.recovery_ledger import StagedTurn
 from gpu_workers.controller.rollout_deadlines import RolloutDeadlines
 from gpu_workers.environments.ports import EpisodeId
@@ -31,8 +45,10 @@ class GroupRunner:
         finalizer: Finalizer,
         environment: EnvironmentCheckpoint,
         deadlines: RolloutDeadlines,
+        peeker: CallPeeker,
     ) -> None:
         self._environment = environment
+        self._peeker = peeker
         self._deadlines = deadlines
         self._parts = parts
         self._generator = generator
@@ -109,46 +125,80 @@ class GroupRunner:
             running = self._parts.ledger.dispatch(mutation, group_id)
         asked = tuple(self._order_of(group_id, sibling) for sibling in running)
         for sibling, sent in zip(running, asked, strict=True):
-            event = "attempt_resumed" if sent.turns else "attempt_dispatched"
-            facts = {"turns": sent.turns, "environment_attempt": sent.environment_attempt} if sent.turns else {}
-            self._record(event, group_id, sibling, prompt, **facts)
+            self._record_start(group_id, sibling, sent, prompt)
         order = GroupOrder(group_id, prompt, asked, self._environment.instance_of(group_id))
-        message, broken = "", "the generator ended the group without a result for this sibling"
-        try:
-            async with (
-                self._deadlines.of(self._parts.config.async_rl.rollout_timeout_s),
-                # Closed at once when the deadline passes, not when the garbage collector finds it.
-                contextlib.aclosing(self._generator.generate(order)) as results,
-            ):
-                async for result in results:
-                    if isinstance(result, TurnResult):
-                        await self._stage(group_id, result)
-                    else:
-                        message = await self._receive(group_id, result, prompt) or message
-        except TimeoutError:
-            broken = f"no result within async_rl.rollout_timeout_s {self._parts.config.async_rl.rollout_timeout_s}"
-            with contextlib.suppress(InfrastructureFailure):
-                await self._generator.abort(group_id)
-        except InfrastructureFailure as failure:
-            broken = str(failure)
-            if isinstance(failure, WorkerDied):
-                self._saw_worker_die.add(group_id)
-        for unanswered in asked:
-            if self._is_running(group_id, unanswered.generation_index, unanswered.attempt):
+        message, broken = await self._listen(order, prompt)
+        for sent in asked:
+            if self._is_running(group_id, sent.generation_index, sent.attempt):
                 message = broken
-                await self._abandon(group_id, unanswered.generation_index, broken, infrastructure=True)
+                await self._fail(group_id, sent.generation_index, broken)
         if any(self._was_refused(group_id, order) for order in asked):
             await asyncio.sleep(_REFUSED_PAUSE_S)
         return message
 
+    async def _listen(self, order: GroupOrder, prompt: Prompt) -> tuple[str, str]:
+        """Take what the generator says of a group, to its end: the last failure, and why siblings have no result.
+
+        The tokens of those are asked for before whatever is left of them is ended.
+        """
+        message, broken = "", "the generator ended the group without a result for this sibling"
+        timed_out, timeout_s = False, self._parts.config.async_rl.rollout_timeout_s
+        try:
+            async with (
+                self._deadlines.of(timeout_s),
+                # Closed at once when the deadline passes, not when the garbage collector finds it.
+                contextlib.aclosing(self._generator.generate(order)) as results,
+            ):
+                async for result in results:
+                    message = await self._take(order.group_id, result, prompt) or message
+        except TimeoutError:
+            timed_out, broken = True, f"no result within async_rl.rollout_timeout_s {timeout_s}"
+        except InfrastructureFailure as failure:
+            broken = str(failure)
+            if isinstance(failure, WorkerDied):
+                self._saw_worker_die.add(order.group_id)
+        if any(self._is_running(order.group_id, sent.generation_index, sent.attempt) for sent in order.siblings):
+            await self._look_once_more(order.group_id)
+        if timed_out:
+            with contextlib.suppress(InfrastructureFailure):
+                await self._generator.abort(order.group_id)
+        return message, broken
+
     def _order_of(self, group_id: str, sibling: Sibling) -> SiblingOrder:
-        kept = self._parts.ledger.staged(rollout_id(group_id, sibling.generation_index))
+        rollout = rollout_id(group_id, sibling.generation_index)
+        kept = self._parts.ledger.staged(rollout)
+        partial = self._parts.partial_calls.of(rollout, attempt=sibling.attempt, turn=len(kept))
         history: tuple[int, ...] = ()
         if kept:
             (last,) = self._parts.rows.rows([kept[-1].key])
             columns = (last.batch.column(name)[last.index].as_py() for name in ("prompt_token_ids", "token_ids"))
             history = tuple(token for tokens in columns for token in tokens)
-        return SiblingOrder(sibling.generation_index, sibling.attempt, sibling.environment_attempt, len(kept), history)
+        index, attempt = sibling.generation_index, sibling.attempt
+        return SiblingOrder(index, attempt, sibling.environment_attempt, len(kept), history, partial)
+
+    async def _look_once_more(self, group_id: str) -> None:
+        """Before an attempt ends without a result: the tokens that it has are kept."""
+        if self._parts.ledger.group(group_id).level.keeps_tokens:
+            await self._peeker.look()
+
+    async def _take(self, group_id: str, result: RolloutResult, prompt: Prompt) -> str:
+        """Whatever a generator reports. Returns the message of a failure."""
+        match result:
+            case TurnResult():
+                await self._stage(group_id, result)
+            case DiscardedPartial():
+                await self._forget_tokens(group_id, result)
+            case SiblingResult():
+                return await self._receive(group_id, result, prompt)
+        return ""
+
+    async def _forget_tokens(self, group_id: str, discarded: DiscardedPartial) -> None:
+        """The generator could not go on from the tokens that it was sent, and has begun the call anew."""
+        rollout = rollout_id(group_id, discarded.generation_index)
+        async with self._parts.barrier.mutation("discard_tokens") as mutation:
+            self._parts.partial_calls.drop(mutation, rollout)
+        facts = {"rollout_id": rollout, "attempt": discarded.attempt, "tokens": discarded.tokens}
+        self._parts.trace.record("prefix_discarded", **facts, reason=discarded.reason[:500])
 
     async def _stage(self, group_id: str, result: TurnResult) -> None:
         """Keep the call of a finished turn. Turns of attempts that are no longer owed are ignored."""
@@ -167,10 +217,14 @@ class GroupRunner:
         if result.failure is not None and result.failure.refused:
             await self._refuse(group_id, index, result.failure.message)
             return ""
+        if result.failure is not None and result.failure.infrastructure:
+            await self._look_once_more(group_id)
+            if self._is_running(group_id, index, result.attempt):  # it may have been discarded meanwhile
+                await self._fail(group_id, index, result.failure.message)
+            return result.failure.message
         if result.failure is not None:
-            message = result.failure.message
-            await self._abandon(group_id, index, message, infrastructure=result.failure.infrastructure)
-            return message
+            await self._abandon(group_id, index, result.failure.message, infrastructure=False)
+            return result.failure.message
         rollout, brought = rollout_id(group_id, index), result.calls
         turns = [*self._parts.ledger.staged(rollout), *(() if brought is None else _turns_of(brought))]
         if not turns:
@@ -206,8 +260,9 @@ class GroupRunner:
 
     async def _refuse(self, group_id: str, generation_index: int, message: str) -> None:
         """The environment had closed meanwhile: the same attempt is sent again once it is open."""
+        keeps = self._tokens_of(group_id, generation_index) > 0
         async with self._parts.barrier.mutation("refuse") as mutation:
-            sibling = self._parts.ledger.refuse(mutation, group_id, generation_index)
+            sibling = self._parts.ledger.refuse(mutation, group_id, generation_index, keeps_tokens=keeps)
         facts = {"rollout_id": rollout_id(group_id, generation_index), "attempt": sibling.attempt}
         self._parts.trace.record("attempt_refused", **facts, message=message[:500])
 
@@ -216,10 +271,33 @@ class GroupRunner:
         current = ledger.is_current(group_id, generation_index, attempt)
         return current and ledger.group(group_id).siblings[generation_index].sealed is None
 
+    def _tokens_of(self, group_id: str, generation_index: int) -> int:
+        """Tokens of its running call that the attempt can go on from."""
+        rollout, ledger = rollout_id(group_id, generation_index), self._parts.ledger
+        attempt, turn = ledger.group(group_id).siblings[generation_index].attempt, len(ledger.staged(rollout))
+        partial = self._parts.partial_calls.of(rollout, attempt=attempt, turn=turn)
+        return 0 if partial is None else len(partial.sampled)
+
+    async def _fail(self, group_id: str, generation_index: int, message: str) -> None:
+        """Whatever ran an attempt failed. It goes on from the tokens of its call where they are known; finished turns
+        are lost with the environment that had them.
+        """
+        rollout, ledger = rollout_id(group_id, generation_index), self._parts.ledger
+        tokens = 0 if ledger.staged(rollout) else self._tokens_of(group_id, generation_index)
+        if not tokens:
+            return await self._abandon(group_id, generation_index, message, infrastructure=True)
+        failed = ledger.group(group_id).siblings[generation_index]
+        async with self._parts.barrier.mutation("interrupt") as mutation:
+            ledger.interrupt(mutation, group_id, generation_index)
+        facts = {"rollout_id": rollout, "attempt": failed.attempt, "tokens": tokens}
+        self._parts.trace.record("attempt_interrupted", **facts, reason="infrastructure", message=message[:500])
+        return await self._environment.retire([EpisodeId(rollout, failed.environment_attempt)])
+
     async def _abandon(self, group_id: str, generation_index: int, message: str, *, infrastructure: bool) -> None:
         rollout, ledger = rollout_id(group_id, generation_index), self._parts.ledger
         failed = ledger.group(group_id).siblings[generation_index]
         async with self._parts.barrier.mutation("abandon") as mutation:
+            self._parts.partial_calls.drop(mutation, rollout)
             self._parts.rows.remove(mutation, [turn.key for turn in ledger.staged(rollout)])
             ledger.abandon(mutation, group_id, generation_index, infrastructure=infrastructure)
         self._parts.trace.record(
@@ -230,6 +308,15 @@ class GroupRunner:
             message=message[:500],
         )
         await self._environment.retire([EpisodeId(rollout, failed.environment_attempt)])
+
+    def _record_start(self, group_id: str, sibling: Sibling, sent: SiblingOrder, prompt: Prompt) -> None:
+        """An attempt that goes on from turns or tokens is resumed, any other one dispatched."""
+        tokens = 0 if sent.partial is None else len(sent.partial.sampled)
+        if sent.turns or tokens:
+            facts = {"turns": sent.turns, "tokens": tokens, "environment_attempt": sent.environment_attempt}
+            self._record("attempt_resumed", group_id, sibling, prompt, **facts)
+        else:
+            self._record("attempt_dispatched", group_id, sibling, prompt)
 
     def _record(self, event: str, group_id: str, sibling: Sibling, prompt: Prompt, **facts: Any) -> None:
         self._parts.trace.record(

@@ -56,4 +56,4 @@ def without_rows(
     """
     owed = [owe_buffered_again(g, attempts_of(g, rows), level_of(g.prompt)) for g in state.buffer]
     ledger = sorted([*map(owe_sealed_again, state.ledger), *owed], key=lambda group: group.order)
-    return replace(state, ledger=tuple(ledger), buffer=())
+    return replace(state, ledger=tuple(ledger), buffer=(), partial_calls=())

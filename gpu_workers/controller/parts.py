@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from gpu_workers.controller.barrier import Cut, DataPlaneBarrier
 from gpu_workers.controller.counted_trace import CountedTrace
+from gpu_workers.controller.partial_calls import PartialCalls
 from gpu_workers.controller.prompt_source import PromptSource
 from gpu_workers.controller.recorded_steps import RecordedSteps
 from gpu_workers.controller.recovery_ledger import RecoveryLedger
@@ -72,6 +73,7 @@ class RolloutParts:
     ledger: RecoveryLedger
     buffer: ReplayBuffer
     rows: DataPlane
+    partial_calls: PartialCalls
     barrier: DataPlaneBarrier
     trace: CountedTrace
     state: RolloutRuntimeState

@@ -8,7 +8,7 @@
 Records are immutable and replaced on every change, so a capture is a copy of references.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gpu_workers.controller.barrier import Cut, Mutation
@@ -162,11 +162,13 @@ class RecoveryLedger:
         rollout = rollout_id(group_id, generation_index)
         self._staged[rollout] = (*self.staged(rollout), turn)
 
-    def refuse(self, mutation: Mutation, group_id: str, generation_index: int) -> Sibling:
-        """Nothing was begun: the same attempt is dispatched again."""
+    def refuse(
+        self, mutation: Mutation, group_id: str, generation_index: int, *, keeps_tokens: bool = False
+    ) -> Sibling:
+        """Nothing was begun: the same attempt is dispatched again, with the turns and the tokens that it had."""
         mutation.require_live()
         sibling = self.group(group_id).siblings[generation_index]
-        kept = self.staged(rollout_id(group_id, generation_index))
+        kept = keeps_tokens or self.staged(rollout_id(group_id, generation_index))
         waiting = replace(sibling, status=AttemptStatus.RESUMED if kept else AttemptStatus.RESERVED)
         self._put_sibling(group_id, waiting)
         return waiting
@@ -205,6 +207,21 @@ class RecoveryLedger:
         self._put_sibling(group_id, failed)
         self._staged.pop(rollout_id(group_id, generation_index), None)
         return failed
+
+    def interrupt(self, mutation: Mutation, group_id: str, generation_index: int) -> Sibling:
+        """Whatever ran an attempt failed, but its tokens are there: the attempt goes on, its failure counted."""
+        mutation.require_live()
+        sibling = self.group(group_id).siblings[generation_index]
+        if sibling.status is not AttemptStatus.DISPATCHED:
+            raise BrokenInvariant(f"sibling {group_id}_g{generation_index} is interrupted while {sibling.status.value}")
+        interrupted = replace(
+            sibling,
+            status=AttemptStatus.RESUMED,
+            infrastructure_failures=sibling.infrastructure_failures + 1,
+            resumes=sibling.resumes + 1,
+        )
+        self._put_sibling(group_id, interrupted)
+        return interrupted
 
     def begin_finalize(self, mutation: Mutation, group_id: str) -> LedgerGroup:
         """The group's rows are being assembled; it can't be discarded any more."""
@@ -290,13 +307,14 @@ class RecoveryLedger:
 
 
 def normalize_for_restart(
-    group: LedgerGroup, resumed: Mapping[str, EpisodeRecord] | None = None
+    group: LedgerGroup, resumed: Mapping[str, EpisodeRecord] | None = None, continued: Collection[str] = ()
 ) -> tuple[LedgerGroup, tuple[str, ...]]:
     """What a restart makes of a saved group, and the staged call keys that it no longer needs.
 
     Running attempts are abandoned and start again with the next attempt number, except those whose environment goes on
-    from the turns it had (`resumed`, by rollout, under the environment's new attempt). Sealed siblings are kept from
-    level `sibling` on; at `prompt_group` they run again too. A group caught while finalizing is finalized again.
+    from the turns it had (`resumed`, by rollout, under the environment's new attempt), and those whose call's tokens
+    were saved (`continued`: rollouts). Sealed siblings are kept from level `sibling` on; at `prompt_group` they run
+    again too. A group caught while finalizing is finalized again.
     """
     keep_sealed = group.level.keeps_siblings
     unneeded: list[str] = []
@@ -307,9 +325,10 @@ def normalize_for_restart(
             continue
         if sibling.sealed is not None:
             unneeded.extend(sibling.sealed.call_keys)
-        episode = (resumed or {}).get(rollout_id(group.group_id, sibling.generation_index))
-        if episode is not None and sibling.status in _RUNNING:
-            resumes = episode.attempt - sibling.attempt
+        rollout = rollout_id(group.group_id, sibling.generation_index)
+        episode = (resumed or {}).get(rollout)
+        if sibling.status in _RUNNING and (episode is not None or rollout in continued):
+            resumes = sibling.resumes + 1 if episode is None else episode.attempt - sibling.attempt
             siblings.append(replace(sibling, status=AttemptStatus.RESUMED, resumes=resumes))
             continue
         started = sibling.status is not AttemptStatus.RESERVED

@@ -8,7 +8,7 @@ ones. Nothing on disk is changed, and nothing runs until the controller starts i
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,7 +22,16 @@ from gpu_workers.controller.samplers.saved_dispatch import SavedDispatch
 from gpu_workers.controller.weight_sync import WeightSync
 from storage.errors import BrokenInvariant
 from storage.manifests import Manifest
-from storage.records import AttemptStatus, EpisodeRecord, LedgerGroup, Progress, RolloutState, RowKind, rollout_id
+from storage.records import (
+    AttemptStatus,
+    EpisodeRecord,
+    LedgerGroup,
+    PartialCall,
+    Progress,
+    RolloutState,
+    RowKind,
+    rollout_id,
+)
 from storage.rows import RowHandle
 from storage.snapshot_reader import RestoredBundle
 
@@ -175,7 +184,9 @@ class RolloutRestorer:
         self, bundle: RestoredBundle | None, resumed: Mapping[str, EpisodeRecord]
     ) -> Mapping[str, Any]:
         parts, state = self._parts, _state(bundle)
-        normalized = [normalize_for_restart(group, resumed) for group in state.ledger]
+        calls = tuple(call for call in state.partial_calls if _goes_on(call, resumed, state.episodes))
+        continued = {call.rollout_id for call in calls}
+        normalized = [normalize_for_restart(group, resumed, continued) for group in state.ledger]
         unneeded = {key for _, keys in normalized for key in keys}
         groups = [group for group, _ in normalized]
         if not parts.config.checkpointing.load_replay_buffer and bundle is not None:
@@ -191,7 +202,13 @@ class RolloutRestorer:
         async with parts.barrier.mutation("restore_ledger") as mutation:
             parts.ledger.load(mutation, sorted(groups, key=lambda group: group.order), kept)
             parts.rows.load(mutation, rows)
-        return {**_count_ledger(groups), "turns_kept": sum(episode.turn for episode in resumed.values())}
+            parts.partial_calls.load(mutation, calls, _rows(bundle, RowKind.PARTIAL_TOKENS))
+        turns = sum(episode.turn for episode in resumed.values())
+        return {**_count_ledger(groups), "turns_kept": turns, **self._count_calls()}
+
+    def _count_calls(self) -> dict[str, int]:
+        held = self._parts.partial_calls.held()
+        return {"calls_continued": held.calls, "tokens_continued": held.tokens}
 
     async def _restore_spare_prompts(self, bundle: RestoredBundle | None, _plan: RestorePlan) -> Mapping[str, Any]:
         """The spare pool, present even if empty and whether or not the buffer was loaded."""
@@ -226,7 +243,9 @@ class RolloutRestorer:
         facts = _count_ledger(self._parts.ledger.groups())
         buffered = self._parts.buffer.ready()
         turns = self._parts.ledger.staged_turns()
+        calls = self._count_calls()
         kept = sum(group.num_tokens for group in buffered) + facts.pop("tokens_kept") + sum(t.num_tokens for t in turns)
+        kept += calls["tokens_continued"]
         self._parts.trace.record(
             "checkpoint_restored",
             sequence=plan.target,
@@ -240,6 +259,7 @@ class RolloutRestorer:
             turns_kept=len(turns),
             tokens_kept=kept,
             **facts,
+            **calls,
         )
 
     def _record_abandoned(self, bundle: RestoredBundle) -> None:
@@ -295,6 +315,14 @@ def _staged_turns(episode: EpisodeRecord, rows: Mapping[str, RowHandle]) -> tupl
         StagedTurn(key, handle.digest, length)
         for key, handle, length in zip(episode.calls, handles, lengths, strict=True)
     )
+
+
+def _goes_on(call: PartialCall, resumed: Mapping[str, EpisodeRecord], saved: Sequence[EpisodeRecord]) -> bool:
+    """Whether a call can be continued where its rollout stands after the restore: at the turn that it is of."""
+    episode = resumed.get(call.rollout_id)
+    if episode is None:
+        return call.turn == 0 and all(one.rollout_id != call.rollout_id for one in saved)
+    return call.turn == episode.turn
 
 
 def _rows(bundle: RestoredBundle | None, kind: RowKind) -> dict[str, RowHandle]:

@@ -15,11 +15,13 @@ from typing import Any
 
 from gpu_workers.controller.barrier import DataPlaneBarrier
 from gpu_workers.controller.bundle_publisher import BundlePublisher
+from gpu_workers.controller.call_peeker import CallPeeker
 from gpu_workers.controller.checkpoint_schedule import CheckpointSchedule, Trigger, require_metric, step_metrics
 from gpu_workers.controller.counted_trace import CountedTrace
 from gpu_workers.controller.environment_checkpoint import build_environment_checkpoint
 from gpu_workers.controller.finalizer import Assemble, Finalizer
 from gpu_workers.controller.group_runner import GroupRunner
+from gpu_workers.controller.partial_calls import PartialCalls
 from gpu_workers.controller.parts import RolloutParts, RolloutRuntimeState
 from gpu_workers.controller.ports import Generator, Trace, Trainer
 from gpu_workers.controller.prompt_source import Dataset, PromptSource
@@ -84,13 +86,15 @@ class SingleController:
         source = PromptSource(
             dataset, num_epochs=config.data.num_epochs, seed=config.data.seed, shuffle=config.data.shuffle
         )
+        ledger = RecoveryLedger()
         self.parts = RolloutParts(
             config=config,
             source=source,
             sampler=build_sampler(config),
-            ledger=RecoveryLedger(),
+            ledger=ledger,
             buffer=ReplayBuffer(),
             rows=RowStore(),
+            partial_calls=PartialCalls(ledger),
             barrier=DataPlaneBarrier(),
             trace=CountedTrace(trace, clock=clock),
             state=RolloutRuntimeState(),
@@ -100,7 +104,8 @@ class SingleController:
         deadlines = RolloutDeadlines()
         self._environment = build_environment_checkpoint(self.parts, environments, deadlines, incarnation=incarnation)
         finalizer = Finalizer(self.parts, assemble)
-        runner = GroupRunner(self.parts, generator, finalizer, self._environment, deadlines)
+        self._peeker = CallPeeker(self.parts, generator)
+        runner = GroupRunner(self.parts, generator, finalizer, self._environment, deadlines, self._peeker)
         self._rollout_pump = RolloutPump(self.parts, runner)
         self.watchdog = Watchdog(self.parts, running_groups=lambda: runner.running, clock=clock)
         stale_groups = StaleGroups(self.parts, generator, stop=runner.stop)
@@ -108,7 +113,9 @@ class SingleController:
         fingerprint = identity(config).fingerprint
         self._publisher = BundlePublisher(self.parts, bundles, identity=fingerprint)
         self._checkpoints = TrainerCheckpoints(self.parts, trainer, self._publisher)
-        self._snapshotter = RolloutSnapshotter(self.parts, self._publisher, self._checkpoints, self._environment)
+        self._snapshotter = RolloutSnapshotter(
+            self.parts, self._publisher, self._checkpoints, self._environment, self._peeker
+        )
         self._schedule = CheckpointSchedule(config)
         self._durable_after: dict[int, int] = {}
         self._restorer = RolloutRestorer(self.parts, trainer, self._weight_sync, bundles, self._environment)
@@ -117,6 +124,7 @@ class SingleController:
         self._started: tuple[RestorePlan, Mapping[str, Any]] | None = None
         self._rollouts: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
+        self._peeking: asyncio.Task[None] | None = None
         self._early_snapshot: asyncio.Task[None] | None = None
         self._state = ControllerState.EMPTY
 
@@ -248,7 +256,7 @@ class SingleController:
         self._checkpoints.abandon()
         if self._train_lock.locked():
             self.parts.state.fail(StaleIncarnation(f"the controller was closed ({reason}) while it trained a step"))
-        for loop in (self._watching, self._rollouts):
+        for loop in (self._peeking, self._watching, self._rollouts):
             if loop is not None:
                 loop.cancel()
                 await asyncio.wait([loop])
@@ -286,6 +294,7 @@ class SingleController:
         unfinished = len(self.parts.ledger)
         self._rollouts = asyncio.create_task(self._run_rollouts(), name="rollout pump")
         self._watching = asyncio.create_task(self.watchdog.run(), name="stall watchdog")
+        self._peeking = asyncio.create_task(self._run_peeker(), name="look at running calls")
         self._state = ControllerState.RUNNING
         return {"redispatched_groups": unfinished, "queued": unfinished > 0}
 
@@ -301,6 +310,13 @@ class SingleController:
             await self._rollout_pump.run()
         except BaseExceptionGroup as group:
             self.parts.state.fail(_first_cause(group))
+        except Exception as error:
+            self.parts.state.fail(error)
+            raise
+
+    async def _run_peeker(self) -> None:
+        try:
+            await self._peeker.run()
         except Exception as error:
             self.parts.state.fail(error)
             raise

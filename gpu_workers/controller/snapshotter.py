@@ -1,7 +1,7 @@
 """Rollout snapshots: when one is taken, on which trainer checkpoint it stands, and what each attempt came to.
 
-    save lock -> skip? -> publish a written checkpoint -> anchor -> environment closed -> exclusive cut
-              -> environment open again -> publish
+    save lock -> skip? -> publish a written checkpoint -> anchor -> environment closed -> look at running calls
+              -> exclusive cut -> environment open again -> publish
 
 A snapshot stands on the newest durable trainer checkpoint. The batches trained since then are part of it: a restart
 trains them again, which leads to the very trainer state that the rest of the snapshot belongs to.
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gpu_workers.controller.bundle_publisher import BundlePublisher, is_retryable
+from gpu_workers.controller.call_peeker import CallPeeker
 from gpu_workers.controller.environment_checkpoint import EnvironmentCheckpoint
 from gpu_workers.controller.parts import RolloutParts
 from gpu_workers.controller.trainer_checkpoints import TrainerCheckpoints
@@ -45,8 +46,10 @@ class RolloutSnapshotter:
         publisher: BundlePublisher,
         checkpoints: TrainerCheckpoints,
         environment: EnvironmentCheckpoint,
+        peeker: CallPeeker,
     ) -> None:
         self._environment = environment
+        self._peeker = peeker
         self._parts = parts
         self._publisher = publisher
         self._checkpoints = checkpoints
@@ -81,7 +84,7 @@ class RolloutSnapshotter:
         if not state.has_caught_up:
             # It would be the restored bundle again, and look as if this process had got further.
             return SnapshotOutcome(number, "skipped", "replaying_recorded_steps")
-        if not force and barrier.mutation_version == self._saved_version:
+        if not force and barrier.mutation_version == self._saved_version and not self._peeker.has_work():
             return SnapshotOutcome(number, "skipped", "no_data_plane_mutations")
         await self._checkpoints.flush()
         anchor, trainer_step = self._publisher.durable, state.train_steps
@@ -92,6 +95,7 @@ class RolloutSnapshotter:
                 reached("snapshot:environment-closed", self._parts.config.name)
             if state.in_commit_window or state.train_steps != trainer_step:
                 return SnapshotOutcome(number, "skipped", _MOVED)
+            peek_ms = await self._peeker.look()
             captured = await self._publisher.capture(model_step=anchor.step, environment=environment)
         if state.in_commit_window or captured.trainer_step != trainer_step:
             return SnapshotOutcome(number, "skipped", _MOVED)
@@ -106,6 +110,7 @@ class RolloutSnapshotter:
         reached("snapshot:published", self._parts.config.name)
         self._saved_version = captured.mutation_version
         facts = {**captured.facts(), "write_s": time.perf_counter() - started, "step": manifest.step}
+        facts |= {"peek_ms": peek_ms, "unreadable_calls": self._peeker.unreadable}
         return SnapshotOutcome(number, "completed", "", manifest.sequence, facts)
 
     def _count_failure(self, number: int, error: Exception) -> None:

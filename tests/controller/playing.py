@@ -130,6 +130,9 @@ class Player:
     async def load_weights(self, weights: Any) -> Any:
         return await self.fake.load_weights(weights)
 
+    async def peek(self, wanted: Any) -> Any:
+        return await self.fake.peek(wanted)
+
     async def abort(self, group_id: str) -> None:
         await self.fake.abort(group_id)
 

@@ -34,7 +34,7 @@ from gpu_workers.generation.sampling import CounterSampling, sampling_settings
 from storage.records import Prompt, PromptRef, rollout_id
 from storage.run_config import RunConfig
 
-STOP = 1
+STOP, SHORTEST = 1, 6
 CONFIG = RunConfig(
     name="run",
     generation={"max_new_tokens": 24, "max_model_len": 64},
@@ -65,7 +65,8 @@ class _Request:
             self.weight_version_starts.append((label, len(tokens)))
         drawn = f"{label}|{self.params.seed}|{self.params.offset + len(tokens)}|{self._context + tokens}"
         number, share = struct.unpack("<II", hashlib.sha256(drawn.encode()).digest()[:8])
-        tokens.append(STOP if number % 20 == 0 else 2 + number % 50)
+        may_stop = self.params.offset + len(tokens) >= SHORTEST
+        tokens.append(STOP if may_stop and number % 16 == 0 else 2 + number % 50)
         self.logprobs_processor.logprobs.logprobs.append(float(np.float32(-share / 2**32)))
         if tokens[-1] == STOP:
             self.finish_reason = "stop"

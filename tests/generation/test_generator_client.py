@@ -6,9 +6,20 @@ from typing import Any
 
 import pytest
 
-from gpu_workers.controller.ports import Failure, GroupOrder, SiblingOrder, SiblingResult, TurnResult
+from gpu_workers.controller.ports import (
+    DiscardedPartial,
+    Failure,
+    GroupOrder,
+    KnownCall,
+    Peek,
+    RolloutResult,
+    SiblingOrder,
+    SiblingResult,
+    TurnResult,
+)
 from gpu_workers.generation.capture import Completion, staged_call
 from gpu_workers.generation.generator_client import GeneratorClient
+from gpu_workers.generation.peek_wire import PeekMessage, pack_peek
 from gpu_workers.generation.running_calls import Finished
 from gpu_workers.generation.wire import Message, pack, unpack
 from storage.errors import InfrastructureFailure
@@ -35,13 +46,19 @@ class ActorDouble:
         self.submit = Method(self._submit)
         self.results = Method(self._results)
         self.abandon = Method(self.abandoned.append)
+        self.peeked: list[Any] = []
+        self.peek = Method(self._peek)
 
-    def answer(self, *finished: tuple[int, SiblingResult | Exception]) -> None:
+    def answer(self, *finished: tuple[int, RolloutResult | Exception]) -> None:
         self.messages.put_nowait(pack([Finished(ticket, result) for ticket, result in finished]))
 
     def _submit(self, ticket: int, order: GroupOrder) -> Awaitable[None]:
         self.orders[ticket] = order
         return asyncio.sleep(0)
+
+    async def _peek(self, wanted: Any) -> PeekMessage:
+        self.peeked.append(wanted)
+        return pack_peek(Peek((), {"e0-p0_g0": "no reason"}))
 
     async def _results(self) -> AsyncIterator[Awaitable[Message]]:
         while True:
@@ -73,7 +90,9 @@ def test_results_and_failures_survive_the_message():
     lost = SiblingResult(2, 4, failure=Failure(infrastructure=True, message="lost"))
     turn = TurnResult(1, 2, sealed(group, 0).calls)
     refused = SiblingResult(3, 0, failure=Failure(infrastructure=False, message="closed", refused=True))
-    sent = [Finished(n, result) for n, result in enumerate((sealed(group, 0), lost, turn, refused))]
+    discarded = DiscardedPartial(4, 1, 57, "another prompt")
+    results = (sealed(group, 0), lost, turn, refused, discarded)
+    sent = [Finished(n, result) for n, result in enumerate(results)]
     assert unpack(pack(sent)) == sent
 
 
@@ -136,5 +155,19 @@ async def test_an_order_that_cannot_be_submitted_fails_instead_of_waiting(actor:
         await asyncio.wait_for(_collect(GeneratorClient(actor), order("g", 1)), 1)
 
 
-async def _collect(client: GeneratorClient, group: GroupOrder) -> list[SiblingResult]:
+async def test_a_look_sends_plain_numbers_and_brings_back_an_answer(actor: ActorDouble):
+    client = GeneratorClient(actor)
+    answers = [await client.peek({"e0-p0_g0": KnownCall(2, turn=1, tokens=40)}), await client.peek(None)]
+    assert answers == [Peek((), {"e0-p0_g0": "no reason"})] * 2
+    assert actor.peeked == [{"e0-p0_g0": (2, 1, 40)}, None]
+
+
+async def test_a_discarded_part_ends_no_sibling(actor: ActorDouble):
+    group, said = order("g", 1), DiscardedPartial(0, 0, 57, "another prompt")
+    actor.answer((0, said))
+    actor.answer((0, sealed(group, 0)))
+    assert await _collect(GeneratorClient(actor), group) == [said, sealed(group, 0)]
+
+
+async def _collect(client: GeneratorClient, group: GroupOrder) -> list[RolloutResult]:
     return [result async for result in client.generate(group)]

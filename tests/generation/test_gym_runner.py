@@ -17,18 +17,19 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
-from gpu_workers.controller.ports import GroupOrder, SiblingOrder
+from gpu_workers.controller.ports import DiscardedPartial, GroupOrder, PartialCompletion, RolloutResult, SiblingOrder
 from gpu_workers.environments.agents import require_agents, require_reachable
 from gpu_workers.environments.gym_run import GymAgents
 from gpu_workers.environments.gym_task import GymTask
 from gpu_workers.environments.ports import EpisodeId
 from gpu_workers.generation.capture import Completion
 from gpu_workers.generation.gym_rollouts import GymRollouts
-from gpu_workers.generation.gym_runner import GymRunner
+from gpu_workers.generation.gym_runner import PLAYED_BY_AGENT, GymRunner
 from gpu_workers.generation.model_server import ModelServer, build_model_app
+from gpu_workers.generation.sampled_tokens import sampled_tokens
 from gpu_workers.models.tokenizer import END_TOKEN_ID, CharTokenizer
 from storage.errors import ConfigurationError, InfrastructureFailure
-from storage.records import Prompt, PromptRef
+from storage.records import CallSampling, Prompt, PromptRef
 from storage.run_config import DataConfig, RunConfig
 
 TOKEN = "a-token-of-the-test"
@@ -45,6 +46,7 @@ class Engine:
         self.engine_is_dead = False
 
     async def complete(self, order: Any, sibling: Any, token_ids: tuple[int, ...], *, turn: int) -> Completion:
+        assert sibling.partial is None
         self.asked.append((token_ids, turn))
         if self.failure is not None:
             raise self.failure
@@ -151,6 +153,16 @@ async def test_every_model_call_is_captured_with_the_exact_tokens_and_the_agent_
     ]
     assert first["versions"] == [7]
     assert world.gym.bodies[0]["episode_id"] == {"rollout_id": "e0-p0_g2", "attempt": 3}
+
+
+async def test_an_agent_plays_anew_what_was_interrupted_and_that_is_said(world: World) -> None:
+    partial = PartialCompletion(
+        0, "digest", CallSampling("counter", 7, 1.0, 1.0, ()), sampled_tokens((5, 6), (-1.0, -1.0), (0,), (0,))
+    )
+    said: list[RolloutResult] = []
+    result = await world.runner.run(world.order, SiblingOrder(0, 1, 2, partial=partial), said.append)
+    assert result.failure is None
+    assert said == [DiscardedPartial(0, 1, 2, PLAYED_BY_AGENT)]
 
 
 async def test_a_conversation_that_goes_on_from_nothing_known_begins_anew_and_is_left_to_be_masked(

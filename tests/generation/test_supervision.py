@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpu_workers.controller.ports import GroupOrder, SiblingOrder, SiblingResult, WeightsRef
+from gpu_workers.controller.ports import GroupOrder, KnownCall, Peek, SiblingOrder, SiblingResult, WeightsRef
 from gpu_workers.generation.supervision import SupervisedGenerators
 from storage.errors import ConfigurationError, GeneratorLost, InfrastructureFailure, WorkerDied
 from storage.records import Prompt, PromptRef
@@ -44,6 +44,9 @@ class Mortal:
         await self._end.wait()
         self._require_life()
         yield SiblingResult(1, 0)
+
+    async def peek(self, wanted: Mapping[str, KnownCall] | None) -> Peek:
+        return Peek()
 
     async def load_weights(self, weights: WeightsRef) -> Mapping[str, float]:
         if self.loading is not None:

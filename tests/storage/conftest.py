@@ -1,13 +1,7 @@
 """Builders of rows, groups and bundles, and a run in a store that writes and restores them."""
 
 import contextlib
-import os
-import signal
-import subprocess
-import sys
 import time
-import urllib.error
-import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,20 +11,20 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from flows.processes import free_port
 from storage.canonical import canonical_json, sha256
 from storage.catalog import Selection, select
 from storage.checkpoints import CheckpointFiles
-from storage.errors import StoreOutcomeUnknown, StoreUnavailable
 from storage.filesystem import Store, open_store
 from storage.layout import RunLayout
 from storage.manifests import Anchor, Manifest, ManifestLog
 from storage.records import (
     AttemptStatus,
     BufferedGroup,
+    CallSampling,
     EpisodeRecord,
     GroupPhase,
     LedgerGroup,
+    PartialCall,
     Progress,
     PromptRef,
     RecoveryLevel,
@@ -39,13 +33,16 @@ from storage.records import (
     SealedSibling,
     Sibling,
     call_key,
+    partial_key,
     rollout_id,
 )
 from storage.rows import RowHandle, handles
 from storage.run_config import RunConfig
-from storage.schemas import ROW_SCHEMAS, row_digest
+from storage.schemas import ROW_SCHEMAS, prompt_digest, row_digest
 from storage.snapshot_reader import RestoredBundle, read_bundle
 from storage.snapshot_writer import CapturedBundle, SnapshotWriter
+from tests.storage.s3_server import S3_ENVIRONMENT, started_s3_server
+from tests.storage.stopping_store import StoppingStore
 
 Rows = dict[str, RowHandle]
 
@@ -63,6 +60,10 @@ class Make:
     """Small, whole records with rows that belong to them."""
 
     version = 3  # of the weights that finished groups are of
+
+    def row(self, kind: RowKind, row: dict[str, Any]) -> RowHandle:
+        """One row with its digest."""
+        return next(handles(kind, batch_of(kind, [row])))
 
     def prompt(self, prompt_id: int, *, epoch: int = 0) -> PromptRef:
         return PromptRef(prompt_id, epoch, f"{prompt_id:064x}")
@@ -192,6 +193,51 @@ class Make:
         first, second = group.siblings
         return replace(group, siblings=(replace(first, resumes=1), second)), (episode,), rows
 
+    def partial_call(
+        self, group: LedgerGroup, index: int, *, turn: int = 0, cuts: tuple[int, ...] = (3, 5), **changes: Any
+    ) -> tuple[PartialCall, Rows]:
+        """The running call of a sibling, with as many tokens as the last of `cuts`, and its rows: one up to each of
+        them.
+        """
+        sibling, rollout = group.siblings[index], rollout_id(group.group_id, index)
+        key = call_key(rollout, attempt=sibling.attempt, turn=turn)
+        bounds = list(zip((0, *cuts), cuts, strict=False))
+        chunks = [
+            {
+                "row_id": partial_key(key, start=start, end=end),
+                "rollout_id": rollout,
+                "group_id": group.group_id,
+                "attempt": sibling.attempt,
+                "turn": turn,
+                "start": start,
+                "token_ids": list(range(100 + start, 100 + end)),
+                "logprobs": [-0.5 - place for place in range(start, end)],
+                "version_starts": [0],
+                "versions": [self.version + (start > 0)],
+            }
+            for start, end in bounds
+        ]
+        rows = {row.row_id: row for row in handles(RowKind.PARTIAL_TOKENS, batch_of(RowKind.PARTIAL_TOKENS, chunks))}
+        call = PartialCall(
+            rollout_id=rollout,
+            attempt=sibling.attempt,
+            turn=turn,
+            prompt_tokens=2,
+            prompt_digest=prompt_digest([1, 2]),
+            sampling=CallSampling("counter", 2**63 - 1 - index, 0.7, 1.0, (0, 2)),
+            chunks=tuple(rows),
+            num_tokens=cuts[-1],
+        )
+        return replace(call, **changes), rows
+
+    def prefix_group(
+        self, prompt_id: int, *, cuts: tuple[int, ...] = (3, 5)
+    ) -> tuple[LedgerGroup, tuple[PartialCall, ...], Rows]:
+        """A group at level `prefix`: one sibling is sealed, the other is in the middle of its response."""
+        group, rows = self.ledger_group(prompt_id, level=RecoveryLevel.PREFIX)
+        call, chunks = self.partial_call(group, 1, cuts=cuts)
+        return group, (call,), rows | chunks
+
     def state(
         self, *, buffered: tuple[int, ...] = (), ledger: tuple[int, ...] = (), **changes: Any
     ) -> tuple[RolloutState, Rows]:
@@ -263,46 +309,6 @@ class Run:
         return select(self.store, self.layout, **how)
 
 
-class StoppingStore:
-    """A store whose power fails at the change after `allowed`: from then on nothing is written, read or deleted.
-
-    `lands`: the change during which it fails still happens, but nobody is told.
-    """
-
-    def __init__(self, store: Store, *, allowed: int, lands: bool) -> None:
-        self._store = store
-        self.allowed = allowed
-        self._lands = lands
-        self.writes = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._store, name)
-
-    def write(self, path: str, data: bytes) -> None:
-        self._write(lambda: self._store.write(path, data), StoreUnavailable(f"write {path}: power failed"))
-
-    def create_exclusive(self, path: str, data: bytes) -> None:
-        unknown = StoreOutcomeUnknown(f"create {path}: power failed")
-        self._write(lambda: self._store.create_exclusive(path, data), unknown)
-
-    def read(self, path: str) -> bytes:
-        if self.writes > self.allowed:
-            raise StoreUnavailable(f"read {path}: power failed")
-        return self._store.read(path)
-
-    def delete(self, path: str) -> None:
-        self._write(lambda: self._store.delete(path), StoreUnavailable(f"delete {path}: power failed"))
-
-    def _write(self, action: Callable[[], None], error: Exception) -> None:
-        self.writes += 1
-        if self.writes <= self.allowed:
-            action()
-            return
-        if self._lands and self.writes == self.allowed + 1:
-            action()
-        raise error
-
-
 @pytest.fixture
 def make() -> Make:
     return Make()
@@ -341,53 +347,19 @@ def stopping() -> Callable[..., StoppingStore]:
     return StoppingStore
 
 
-@contextlib.contextmanager
-def _s3_server(**settings: str) -> Iterator[str]:
-    """A real S3 server process with a bucket `midflight`; yields its address."""
-    port = free_port()
-    address = f"http://127.0.0.1:{port}"
-    server = subprocess.Popen(
-        [sys.executable, "-c", "from moto.server import main; main()", "-H", "127.0.0.1", "-p", str(port)],
-        env={**os.environ, **settings},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        _wait_for(f"{address}/moto-api/", server)
-        urllib.request.urlopen(urllib.request.Request(f"{address}/midflight", method="PUT")).close()
-        yield address
-    finally:
-        os.kill(server.pid, signal.SIGTERM)
-        server.wait(10)
-
-
 @pytest.fixture(scope="session")
 def s3_server() -> Callable[..., contextlib.AbstractContextManager[str]]:
     """Starts another S3 server: `with s3_server(SETTING="1") as address`."""
-    return _s3_server
-
-
-S3_ENVIRONMENT = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
+    return started_s3_server
 
 
 @pytest.fixture(scope="session")
 def s3_bucket() -> Iterator[str]:
     """A bucket on a real S3 server process; its address is in the environment, as on any machine."""
-    with _s3_server() as address, pytest.MonkeyPatch.context() as patch:
+    with started_s3_server() as address, pytest.MonkeyPatch.context() as patch:
         for name, value in {"AWS_ENDPOINT_URL": address, **S3_ENVIRONMENT}.items():
             patch.setenv(name, value)
         yield "midflight"
-
-
-def _wait_for(url: str, server: "subprocess.Popen[bytes]") -> None:
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline and server.poll() is None:
-        try:
-            urllib.request.urlopen(url, timeout=1).close()
-            return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.05)
-    raise RuntimeError(f"the S3 test server did not answer at {url}")
 
 
 @pytest.fixture(scope="session")

@@ -13,12 +13,12 @@ from storage.errors import FormatUnsupported, SnapshotCorrupt
 from storage.filesystem import Store
 from storage.manifests import FileEntry, Manifest
 from storage.parquet import decode_table, encode_table
-from storage.records import DroppedPrompt, Progress, TrainedGroup
+from storage.records import DroppedPrompt, Progress, RolloutState, RowKind, TrainedGroup
 from storage.schemas import TRAINING_ROWS
 from storage.snapshot_reader import verify_files
 from storage.state_schemas import STATE_KINDS, STATE_SCHEMAS
 
-FILES = ("training_rows", "staged_calls", *STATE_KINDS)
+FILES = ("training_rows", "staged_calls", "partial_tokens", *STATE_KINDS)
 
 
 @pytest.fixture
@@ -39,8 +39,9 @@ def bundle(run: Any, make: Any) -> Manifest:
         trained=(TrainedGroup(0, 0, trained),),
     )
     group, episodes, calls = make.episode_group(9)
-    state = replace(state, ledger=(*state.ledger, group), episodes=episodes)
-    manifest: Manifest = run.writer.write(run.bundle(state, rows | trained_rows | calls))
+    running, partial, chunks = make.prefix_group(10)
+    state = replace(state, ledger=(*state.ledger, group, running), episodes=episodes, partial_calls=partial)
+    manifest: Manifest = run.writer.write(run.bundle(state, rows | trained_rows | calls | chunks))
     return manifest
 
 
@@ -106,7 +107,9 @@ def test_a_file_swapped_between_snapshots_is_refused(run: Any, make: Any, bundle
     other_trained, other_rows = make.buffered(60)
     state, rows = make.state(buffered=(2, 11), ledger=(12,), trained=(TrainedGroup(0, 0, other_trained),))
     group, episodes, calls = make.episode_group(13)
-    state, rows = replace(state, ledger=(*state.ledger, group), episodes=episodes), rows | calls
+    running, partial, chunks = make.prefix_group(14)
+    state = replace(state, ledger=(*state.ledger, group, running), episodes=episodes, partial_calls=partial)
+    rows |= calls | chunks
     other = run.writer.write(run.bundle(replace(state, progress=Progress(next_order=5)), rows | other_rows))
     foreign = [entry for entry in other.files if entry.kind == kind][-1]
     bytes_of_foreign = run.store.read(foreign.path)
@@ -151,8 +154,15 @@ def test_an_unknown_field_is_refused(run: Any, bundle: Manifest, kind: str) -> N
 
 @pytest.mark.parametrize("kind", FILES)
 def test_another_schema_version_is_refused(run: Any, bundle: Manifest, kind: str) -> None:
-    later = _with_file(bundle, kind, schema_version=3)
-    _refused(run, later, says="schema version 3", error=FormatUnsupported)
+    later = _with_file(bundle, kind, schema_version=4)
+    _refused(run, later, says="schema version 4", error=FormatUnsupported)
+
+
+def test_rows_of_a_kind_that_this_version_does_not_know_are_refused(run: Any, bundle: Manifest) -> None:
+    known = _entry(bundle, "partial_tokens")
+    files = tuple(e.model_copy(update={"kind": "novelties"}) if e is known else e for e in bundle.files)
+    later = bundle.model_copy(update={"files": files})
+    _refused(run, later, says="rows of unknown kind 'novelties'", error=FormatUnsupported)
 
 
 @pytest.mark.parametrize("kind", STATE_SCHEMAS)
@@ -218,6 +228,7 @@ def test_changed_counters_are_refused(run: Any, bundle: Manifest, changes: dict[
         ("kind", "staged_calls", "the index refers to"),
         ("part", "demo/parts/unlisted.parquet", "does not list"),
         ("row_id", "e0-p99_g0", "the index refers to"),
+        ("kind", "partial_tokens", "the index refers to"),
     ],
 )
 def test_a_wrong_line_of_the_rows_table_is_refused(
@@ -238,6 +249,36 @@ def test_a_row_whose_content_is_not_what_its_digest_says_is_refused(run: Any, bu
     rows[0][column] = changed[column]
     data = encode_table(pa.Table.from_pylist(rows, schema=TRAINING_ROWS), writer="x")
     _refused(run, _rewritten(run, bundle, "training_rows", data), says="has digest")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"rollout_id": "e0-p10_g0"}, "is of .*e0-p10_g0.*, expected .*e0-p10_g1"),
+        ({"group_id": "e0-p9"}, "is of .*'e0-p9'.*, expected .*'e0-p10'"),
+        ({"attempt": 1}, "'attempt': 1.*, expected .*'attempt': 0"),
+        ({"turn": 1}, "'turn': 1.*, expected .*'turn': 0"),
+        ({"start": 2}, "'start': 2.*, expected .*'start': 3"),
+        ({"token_ids": [7], "logprobs": [-1.0]}, "its rows hold 4 tokens, its record says 5"),
+        ({"logprobs": [-1.0]}, "2 tokens with 1 log-probabilities"),
+        ({"version_starts": [1]}, r"2 tokens with weight versions \[4\] from \[1\] on"),
+        ({"version_starts": [0, 0], "versions": [3, 4]}, r"from \[0, 0\] on"),
+        ({"version_starts": [0, 2], "versions": [3, 4]}, r"from \[0, 2\] on"),
+        ({"version_starts": [], "versions": []}, r"weight versions \[\] from \[\] on"),
+        ({"versions": [3, 4]}, r"weight versions \[3, 4\] from \[0\] on"),
+    ],
+)
+def test_a_row_that_is_not_of_its_partial_call_is_refused(
+    run: Any, make: Any, changes: dict[str, Any], says: str
+) -> None:
+    """However well its digest fits."""
+    group, (call,), rows = make.prefix_group(10)
+    last = call.chunks[-1]
+    plain = rows[last].batch.slice(rows[last].index, 1).to_pylist()[0]
+    rows[last] = make.row(RowKind.PARTIAL_TOKENS, {**plain, **changes})
+    state = RolloutState(Progress(), ledger=(group,), partial_calls=(call,))
+    manifest = run.writer.write(run.bundle(state, rows))
+    _refused(run, manifest, says=f"partial call {call.key}: .*{says}")
 
 
 def test_a_claim_is_no_bundle(run: Any) -> None:

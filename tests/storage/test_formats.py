@@ -1,6 +1,7 @@
 """Saved formats are frozen by version: a changed field needs a new version, and older ones stay readable.
 
-`formats/fields.json` holds names and types of every version ever released. Add a version there; never change one.
+`formats/fields.json` holds names and types of every version ever released. Add a version there, or a new kind of rows,
+whose first version this is; never change what is there.
 """
 
 import dataclasses
@@ -15,13 +16,14 @@ import pytest
 from storage.catalog import select
 from storage.errors import FormatUnsupported, SnapshotCorrupt
 from storage.filesystem import Store, open_store
+from storage.forking import fork
 from storage.layout import RunLayout
 from storage.manifests import FORMAT_VERSION, Manifest, read_log
-from storage.records import Progress
+from storage.records import CallSampling, Progress
 from storage.run_record import RECORD_FIELDS, read_run_record
 from storage.schemas import ROW_SCHEMA_VERSION, ROW_SCHEMAS
 from storage.snapshot_reader import read_bundle, verify_model_files
-from storage.state_schemas import SCHEMAS_BY_VERSION
+from storage.state_schemas import SCHEMAS_BY_VERSION, STATE_SCHEMA_VERSION
 from storage.trace_reader import read_events
 from storage.verdicts import VERDICT_VERSION, Verdict
 
@@ -106,6 +108,50 @@ def test_a_store_of_version_2_is_read_whole_with_its_episodes(tmp_path: Path) ->
     assert (episode.row_key, episode.turn, len(episode.calls)) == ("e0-p11_g0-a1", 2, 2)
     assert [sibling.resumes for sibling in state.ledger[-1].siblings] == [1, 0]
     assert chosen.target.counts["finished_turns"] == 2
+
+
+def test_a_store_of_version_3_is_read_whole_with_its_partial_calls(tmp_path: Path) -> None:
+    shutil.copytree(FORMATS / "version-3", tmp_path / "store")
+    store = open_store(str(tmp_path / "store"))
+    chosen = select(store, DEMO)
+    assert chosen.target is not None
+    bundle = read_bundle(store, DEMO, chosen.target)
+    (call,) = bundle.state.partial_calls
+    assert (call.key, call.num_tokens, call.prompt_tokens) == ("e0-p12_g1/a0/t0", 5, 2)
+    assert call.sampling == CallSampling("counter", 2**63 - 2, 0.7, 1.0, (0, 2))
+    rows = [bundle.rows[chunk] for chunk in call.chunks]
+    tokens = [row.batch.column("token_ids")[row.index].as_py() for row in rows]
+    assert tokens == [[100, 101, 102], [103, 104]]
+    assert [row.batch.column("versions")[row.index].as_py() for row in rows] == [[3], [4]]
+    assert [entry.kind for entry in chosen.target.files if entry.role == "part"][-1] == "partial_tokens"
+    assert chosen.target.counts["partial_tokens"] == 5
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_what_an_older_version_held_is_written_again_with_the_same_meaning(tmp_path: Path, version: int) -> None:
+    """As a fork or the first snapshot after an upgrade does."""
+    shutil.copytree(FORMATS / f"version-{version}", tmp_path / "store")
+    store = open_store(str(tmp_path / "store"))
+    source = select(store, DEMO).target
+    assert source is not None
+    old = read_bundle(store, DEMO, source)
+    new = read_bundle(store, RunLayout("again"), fork(store, DEMO, source.sequence, "again").target)
+    assert (new.state, new.rows) == (old.state, old.rows)
+    assert {entry.schema_version for entry in source.files if entry.role == "state"} == {version}
+    assert {entry.schema_version for entry in new.manifest.files if entry.role == "state"} == {STATE_SCHEMA_VERSION}
+    assert new.state.partial_calls == ()
+
+
+def test_a_bundle_of_a_later_version_is_refused_by_name_before_anything_of_it_is_read(version_1: Store) -> None:
+    *_, snapshot = read_log(version_1, DEMO)
+    assert isinstance(snapshot, Manifest)
+    later = STATE_SCHEMA_VERSION + 1
+    files = tuple(
+        e.model_copy(update={"schema_version": later, "path": f"{e.path}.gone"}) if e.role == "state" else e
+        for e in snapshot.files
+    )
+    with pytest.raises(FormatUnsupported, match=rf"schema version {later}, this Midflight reads \[1, 2, 3\]"):
+        read_bundle(version_1, DEMO, snapshot.model_copy(update={"files": files}))
 
 
 def test_state_tables_of_two_versions_in_one_bundle_are_refused(version_1: Store) -> None:

@@ -11,7 +11,7 @@ import pytest
 from storage.catalog import select
 from storage.errors import NoRestorableState, NotFound
 from storage.manifests import Manifest, ManifestDraft, decode_manifest, encode_manifest
-from storage.records import DroppedPrompt, Progress, SourcePosition, TrainedGroup
+from storage.records import DroppedPrompt, Progress, RecoveryLevel, SourcePosition, TrainedGroup
 from storage.run_config import RunConfig
 from storage.snapshot_reader import read_bundle, verify_model_files
 from storage.state_schemas import STATE_KINDS
@@ -93,7 +93,9 @@ class Damaged:
         return manifest is self.target or entry.role not in ("part", "state")
 
     def _snapshot(self, make: Any, *, buffered: Any, ledger: Any, spares: Any, passed: int) -> Manifest:
-        """Prompts 0 to 3 were trained in step 1, 4 in step 2, 10 was given up."""
+        """Prompts 0 to 3 were trained in step 1, 4 in step 2, 10 was given up; the first unfinished one is in the
+        middle of a response.
+        """
         trained, trained_rows = make.buffered(4)
         state, rows = make.state(
             buffered=buffered,
@@ -111,8 +113,13 @@ class Damaged:
         progress = Progress(2, 2, SourcePosition(0, passed), sampler_cursor=2 + ahead, stamps=True, next_order=passed)
         if ahead:
             progress = replace(progress, shortfall={3: STEP_SIZE - ahead})
-        state = replace(state, buffer=finished, ledger=unfinished, progress=progress)
-        written: Manifest = self.run.writer.write(self.run.bundle(state, rows | trained_rows, anchor=self.checkpoint))
+        running = replace(unfinished[0], level=RecoveryLevel.PREFIX)
+        call, chunks = make.partial_call(running, 1, cuts=(3, passed))
+        state = replace(
+            state, buffer=finished, ledger=(running, *unfinished[1:]), progress=progress, partial_calls=(call,)
+        )
+        captured = self.run.bundle(state, rows | trained_rows | chunks, anchor=self.checkpoint)
+        written: Manifest = self.run.writer.write(captured)
         return written
 
     @staticmethod

@@ -15,10 +15,12 @@ from storage.manifests import Anchor, ManifestLog
 from storage.records import (
     AttemptStatus,
     BufferedGroup,
+    CallSampling,
     DroppedPrompt,
     GroupPhase,
     GroupStatus,
     LedgerGroup,
+    PartialCall,
     Progress,
     PromptRef,
     RecoveryLevel,
@@ -29,6 +31,7 @@ from storage.records import (
     SourcePosition,
     TrainedGroup,
     call_key,
+    partial_key,
     rollout_id,
 )
 from storage.run_config import RunConfig
@@ -128,19 +131,56 @@ PROGRESS = st.builds(
 
 
 @st.composite
+def partial_calls(draw: st.DrawFn, group: LedgerGroup) -> tuple[PartialCall, ...]:
+    """What some of the running siblings of a group at level `prefix` have of their first call."""
+    running = [s for s in group.siblings if s.status in (AttemptStatus.DISPATCHED, AttemptStatus.RESUMED)]
+    chosen = [s for s in running if group.level is RecoveryLevel.PREFIX and draw(st.booleans())]
+    return tuple(draw(_partial_call(rollout_id(group.group_id, s.generation_index), s.attempt)) for s in chosen)
+
+
+@st.composite
+def _partial_call(draw: st.DrawFn, rollout: str, attempt: int) -> PartialCall:
+    key = call_key(rollout, attempt=attempt, turn=0)
+    ends = sorted(draw(st.sets(st.integers(1, 2**62), min_size=1, max_size=3)))
+    return PartialCall(
+        rollout_id=rollout,
+        attempt=attempt,
+        turn=0,
+        prompt_tokens=draw(COUNT),
+        prompt_digest=draw(st.text(max_size=8)),
+        sampling=draw(SAMPLING),
+        chunks=tuple(partial_key(key, start=start, end=end) for start, end in zip([0, *ends], ends, strict=False)),
+        num_tokens=ends[-1],
+        finish_reason=draw(st.sampled_from(["", "stop", "length"])),
+    )
+
+
+SAMPLING = st.builds(
+    CallSampling,
+    kind=st.text(max_size=9),
+    seed=st.integers(0, 2**63 - 1),
+    temperature=REWARD,
+    top_p=REWARD,
+    stop_token_ids=st.lists(COUNT, max_size=2).map(tuple),
+)
+
+
+@st.composite
 def states(draw: st.DrawFn) -> RolloutState:
     """Whole states."""
     progress = draw(PROGRESS)
     sizes = draw(st.lists(st.integers(1, 2), max_size=2))  # of the steps that lead to the newest one
     first = progress.train_steps - len(sizes) + 1
     places = [(first + nth, place) for nth, size in enumerate(sizes) for place in range(size)]
+    ledger = tuple(draw(ledger_groups(batch)) for batch in range(draw(st.integers(0, 3))))
     return RolloutState(
         progress=progress,
-        ledger=tuple(draw(ledger_groups(batch)) for batch in range(draw(st.integers(0, 3)))),
+        ledger=ledger,
         buffer=tuple(draw(st.lists(buffered_groups(), max_size=3))),
         spares=tuple(draw(st.lists(prompts(), max_size=2))),
         dropped=tuple(draw(st.lists(st.builds(DroppedPrompt, prompts(), st.text(), st.none() | COUNT), max_size=2))),
         trained=tuple(TrainedGroup(*place, draw(buffered_groups())) for place in places),
+        partial_calls=tuple(call for group in ledger for call in draw(partial_calls(group))),
     )
 
 
@@ -271,3 +311,64 @@ def test_a_missing_table_is_never_no_entries(make: Any) -> None:
     del files["spare_prompts"]
     with pytest.raises(SnapshotCorrupt, match="spare_prompts"):
         decode_state(files)
+
+
+def _with_partial(make: Any, **changes: Any) -> RolloutState:
+    group, (call,), _ = make.prefix_group(1)
+    return RolloutState(Progress(), ledger=(group,), partial_calls=(replace(call, **changes),))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"rollout_id": "e0-p9_g0"}, "e0-p9_g0/a0/t0 is of no sibling in the ledger"),
+        ({"rollout_id": "e0-p1_g0"}, "e0-p1_g0/a0/t0: its sibling is sealed"),
+        ({"attempt": 1}, "e0-p1_g1/a1/t0: the attempt of its sibling is 0"),
+        ({"turn": 1}, "t1: 0 finished turns of its sibling are saved"),
+        ({"finish_reason": "tired"}, "it has finished for 'tired', expected one of '', 'stop', 'length'"),
+        ({"num_tokens": 4}, "4 tokens in chunks that hold 5"),
+        ({"chunks": (), "num_tokens": 0}, "0 tokens in chunks that hold 0"),
+    ],
+)
+def test_a_partial_call_is_the_current_call_of_a_running_sibling(make: Any, changes: dict[str, Any], says: str) -> None:
+    assert defects(_with_partial(make)) == []
+    _refused(_with_partial(make, **changes), says)
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        ("p0-3", "p4-5"),
+        ("p3-5",),
+        ("p0-3", "p0-3", "p3-5"),
+        ("p3-5", "p0-3"),
+        ("p0-3", "p3-3", "p3-5"),
+        ("p00-3", "p3-5"),
+        ("p0-3", "tail"),
+    ],
+)
+def test_the_chunks_of_a_partial_call_hold_each_token_once_and_in_order(make: Any, chunks: tuple[str, ...]) -> None:
+    named = tuple(f"e0-p1_g1/a0/t0/{chunk}" for chunk in chunks)
+    _refused(_with_partial(make, chunks=named), "stands where its tokens from . on are expected")
+    foreign = ("e0-p1_g1/a0/t0/p0-3", "e0-p1_g1/a0/t1/p3-5")
+    _refused(_with_partial(make, chunks=foreign), "t1/p3-5 stands where its tokens from 3 on are expected")
+
+
+def test_tokens_of_a_running_call_are_saved_at_level_prefix_only(make: Any) -> None:
+    whole = _with_partial(make)
+    lower = replace(whole, ledger=(replace(whole.ledger[0], level=RecoveryLevel.TURN),))
+    _refused(lower, "its group is restored at level turn")
+
+
+def test_a_sibling_has_one_partial_call_and_that_of_its_next_turn(make: Any) -> None:
+    whole = _with_partial(make)
+    _refused(
+        replace(whole, partial_calls=whole.partial_calls * 2), "partial call of rollout e0-p1_g1 is listed 2 times"
+    )
+    group, episodes, _ = make.episode_group(2, turns=2)
+    group = replace(group, level=RecoveryLevel.PREFIX)
+    state = RolloutState(Progress(), ledger=(group,), episodes=episodes)
+    first, _ = make.partial_call(group, 0)
+    _refused(replace(state, partial_calls=(first,)), "t0: 2 finished turns of its sibling are saved")
+    third, _ = make.partial_call(group, 0, turn=2)
+    assert defects(replace(state, partial_calls=(third,))) == []

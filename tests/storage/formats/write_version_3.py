@@ -1,9 +1,9 @@
-"""Wrote `version-2/`: a small store whose state tables have version 2, which readers must keep reading. It is never
-written again. A program that wrote version 1 is in the history.
+"""Wrote `version-3/`: a small store whose state tables have version 3, which readers must keep reading. It is never
+written again. Programs that wrote earlier versions are in the history.
 
 Run from the root of the repository, with a folder that does not exist yet:
 
-    python tests/storage/formats/write_version_2.py tests/storage/formats/version-2
+    PYTHONPATH=. python tests/storage/formats/write_version_3.py tests/storage/formats/version-3
 """
 
 import json
@@ -29,11 +29,11 @@ def write(folder: Path) -> None:
     progress = Progress(
         train_steps=2,
         trainer_version=2,
-        source=SourcePosition(0, 12),
+        source=SourcePosition(0, 13),
         sampler_cursor=3,
         stamps=True,
         next_batch=3,
-        next_order=12,
+        next_order=13,
         shortfall={2: 1},
     )
     state, rows = make.state(
@@ -45,8 +45,9 @@ def write(folder: Path) -> None:
         trained=(TrainedGroup(2, 0, trained),),
     )
     group, episodes, episode_rows = make.episode_group(11)
-    state = replace(state, ledger=(*state.ledger, group), episodes=episodes)
-    captured = run.bundle(state, rows | trained_rows | episode_rows, anchor=checkpoint)
+    running, partial, chunks = make.prefix_group(12)
+    state = replace(state, ledger=(*state.ledger, group, running), episodes=episodes, partial_calls=partial)
+    captured = run.bundle(state, rows | trained_rows | episode_rows | chunks, anchor=checkpoint)
     run.writer.write(replace(captured, cut_time=checkpoint.created_at + 1))
     lines = [json.dumps(event) for event in _events(checkpoint.created_at)]
     run.store.write(run.layout.trace("controller"), ("\n".join(lines) + "\n").encode())

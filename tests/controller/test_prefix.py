@@ -1,0 +1,295 @@
+"""Recovery level `prefix` through the controller: the tokens of running calls are saved, and calls go on from them."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gpu_workers.controller.ports import Failure
+from storage.errors import InfrastructureFailure, WorkerDied
+from storage.records import RowKind
+
+SECTIONS: dict[str, Any] = {
+    "rollout_recovery": {"target_level": "prefix"},
+    "async_rl": {"max_lookahead_versions": 0},
+    "data": {"num_prompts": 40, "shuffle": False},
+}
+FIRST_STEP = ("e0-p0_", "e0-p1_", "e0-p2_", "e0-p3_")
+
+
+@pytest.fixture
+def worlds(make_world: Callable[..., Any]) -> Callable[..., Any]:
+    """Worlds at level prefix with lookahead 0 and prompts in the order of their numbers, unless told otherwise."""
+    return lambda **sections: make_world(**{**SECTIONS, **sections})
+
+
+async def uninterrupted(world: Any, steps: int = 3) -> dict[int, str]:
+    await world.start()
+    await world.train(1, steps)
+    return trained_rows(world)
+
+
+def trained_rows(world: Any) -> dict[int, str]:
+    return {step: event["rollouts_sha256"] for step, event in world.committed().items()}
+
+
+async def running_with(world: Any, tokens: int) -> None:
+    """A started run all of whose calls have so many tokens and do not get any further."""
+    world.boot()
+    world.generator.held = lambda group_id, index: True
+    world.generator.had = lambda rollout: tokens
+    await world.restore(world.plan())
+    await world.settle(lambda: len(world.generator.orders) == 4 and len(world.generator.calls) >= 4)
+
+
+async def test_the_tokens_of_running_calls_are_saved_and_a_restarted_run_goes_on_from_them(worlds):
+    expected = await uninterrupted(worlds())
+    world = worlds()
+    await running_with(world, 2)
+    bundle = await world.snapshot(1)
+    assert {call.num_tokens for call in bundle.state.partial_calls} == {2}
+    saved = {call.rollout_id for call in bundle.state.partial_calls}
+    sampled = Counter(world.generator.sampled)
+    await world.kill()
+    await world.start()
+    await world.train(1, 3)
+    assert trained_rows(world) == expected
+    again = sampled + world.generator.sampled
+    assert {position: times for position, times in again.items() if times > 1} == {}
+    resumed = {event["rollout_id"]: event for event in world.trace.of("attempt_resumed")}
+    assert resumed.keys() == saved
+    assert {(event["attempt"], event["turns"], event["tokens"]) for event in resumed.values()} == {(0, 0, 2)}
+    (restored,) = world.trace.of("checkpoint_restored")
+    assert (restored["calls_continued"], restored["tokens_continued"]) == (len(saved), 2 * len(saved))
+    assert not world.audit().problems
+
+
+async def test_a_response_that_is_killed_twice_ends_like_one_that_was_never_killed(worlds):
+    expected = await uninterrupted(worlds())
+    world = worlds()
+    counted: Counter[tuple[str, int]] = Counter()
+    for tokens in (1, 2, 3):
+        await running_with(world, tokens)
+        bundle = await world.snapshot(1)
+        assert {call.num_tokens for call in bundle.state.partial_calls} == {tokens}
+        counted += world.generator.sampled
+        await world.kill()
+    await world.start()
+    await world.train(1, 3)
+    assert trained_rows(world) == expected
+    assert set((counted + world.generator.sampled).values()) == {1}
+    begun = {call.rollout_id for call in bundle.state.partial_calls}
+    sealed = {event["rollout_id"]: event["attempt"] for event in world.trace.of("attempt_sealed")}
+    assert {sealed[rollout] for rollout in begun} == {0}
+    assert not world.audit().problems
+
+
+async def test_a_later_snapshot_writes_only_the_tokens_that_are_new(worlds):
+    world = worlds()
+    await running_with(world, 1)
+    first = await world.snapshot(1)
+    world.generator.had = lambda rollout: 3
+    second = await world.snapshot(2)
+    before, after = (
+        {key for key, row in bundle.rows.items() if row.kind is RowKind.PARTIAL_TOKENS} for bundle in (first, second)
+    )
+    assert before
+    assert before < after
+    assert {key.rpartition("/")[2] for key in after - before} == {"p1-3"}
+    assert all(second.placements[key] == first.placements[key] for key in before)
+
+
+async def test_calls_that_have_not_grown_leave_the_rows_as_they_are(worlds):
+    world = worlds()
+    await running_with(world, 2)
+    first, second = await world.snapshot(1), await world.snapshot(2)
+    assert first.rows.keys() == second.rows.keys()
+    assert first.state.partial_calls == second.state.partial_calls
+
+
+@pytest.mark.parametrize("level", ["prompt_group", "sibling", "turn"])
+async def test_below_level_prefix_no_tokens_of_running_calls_are_saved(worlds, level):
+    world = worlds(rollout_recovery={"target_level": level})
+    await running_with(world, 2)
+    bundle = await world.snapshot(1)
+    assert bundle.state.partial_calls == ()
+    assert world.generator.sampled == Counter()
+
+
+async def test_a_generator_that_dies_loses_nothing_that_can_still_be_read(worlds):
+    expected = await uninterrupted(worlds())
+    world = worlds()
+    world.boot()
+    died: list[str] = []
+
+    def dies(group_id: str, index: int) -> bool:
+        if not died:
+            died.append(f"{group_id}_g{index}")
+            world.generator.failures[died[0]] = [WorkerDied("generator 0 died")]
+        return False
+
+    world.generator.held = dies
+    world.generator.had = lambda rollout: 2
+    await world.restore(world.plan())
+    await world.train(1, 3)
+    assert trained_rows(world) == expected
+    interrupted = world.trace.of("attempt_interrupted")
+    assert [(event["rollout_id"], event["attempt"], event["tokens"]) for event in interrupted] == [(died[0], 0, 2)]
+    (resumed,) = [event for event in world.trace.of("attempt_resumed") if event["rollout_id"] == died[0]]
+    assert resumed["tokens"] == 2
+    assert set(world.generator.sampled.values()) == {1}
+    assert not world.audit().problems
+
+
+async def test_an_attempt_that_runs_out_of_time_goes_on_from_its_tokens(worlds):
+    expected = await uninterrupted(worlds())
+    world = worlds(async_rl={"max_lookahead_versions": 0, "rollout_timeout_s": 0.05, "stall_timeout_s": None})
+    world.boot()
+    waits = {"e0-p0_g0"}
+    world.generator.held = lambda group_id, index: f"{group_id}_g{index}" in waits
+    world.generator.had = lambda rollout: 2
+    await world.restore(world.plan())
+    await world.settle(lambda: bool(world.trace.of("attempt_interrupted")))
+    waits.clear()
+    await world.train(1, 3)
+    assert trained_rows(world) == expected
+    assert {event["rollout_id"] for event in world.trace.of("attempt_interrupted")} >= {"e0-p0_g0"}
+    assert not world.audit().problems
+
+
+async def test_an_interruption_counts_as_an_infrastructure_failure_of_the_sibling(worlds):
+    world = worlds(
+        async_rl={"max_lookahead_versions": 0, "max_infrastructure_failures": 2, "retry_backoff_s": 0.001}
+        | {"retry_backoff_max_s": 0.002}
+    )
+    world.boot()
+    failure = Failure(infrastructure=True, message="the connection was reset")
+    world.generator.failures = {"e0-p0_g0": [failure] * 3}
+    world.generator.had = lambda rollout: 1
+    await world.restore(world.plan())
+    await world.train(1, 3)
+    assert [event["group_id"] for event in world.trace.of("prompt_dropped")] == ["e0-p0"]
+    assert len(world.trace.of("attempt_interrupted")) == 3
+
+
+async def test_a_failure_of_the_prompt_starts_a_new_attempt_without_the_tokens(worlds, data_failure):
+    world = worlds()
+    world.boot()
+    world.generator.failures = {"e0-p0_g0": [data_failure]}
+    world.generator.had = lambda rollout: 2
+    await world.restore(world.plan())
+    await world.train(1, 1)
+    (abandoned,) = world.trace.of("attempt_abandoned")
+    assert (abandoned["rollout_id"], abandoned["reason"]) == ("e0-p0_g0", "data")
+    orders = [s for order in world.generator.orders for s in order.siblings if order.group_id == "e0-p0"]
+    assert [s.partial for s in orders if s.attempt == 1] == [None]
+
+
+async def test_tokens_that_a_generator_can_not_continue_are_reported_and_sampled_anew(worlds):
+    expected = await uninterrupted(worlds())
+    world = worlds()
+    await running_with(world, 2)
+    bundle = await world.snapshot(1)
+    await world.kill()
+    world.boot()
+    world.generator.discards = lambda rollout: "temperature is 0.7, it was 1.0"
+    await world.restore(world.plan())
+    await world.train(1, 3)
+    assert trained_rows(world) == expected
+    discarded = world.trace.of("prefix_discarded")
+    assert {event["rollout_id"] for event in discarded} == {call.rollout_id for call in bundle.state.partial_calls}
+    assert {event["tokens"] for event in discarded} == {2}
+    assert not world.audit().problems
+
+
+async def test_calls_that_can_not_be_read_are_reported_once_and_run_again_from_their_beginning(worlds):
+    expected = await uninterrupted(worlds())
+    world = worlds()
+    await running_with(world, 2)
+    world.generator.unreadable = {"e0-p0_g0": "the engine does not tell its tokens"}
+    bundle = await world.snapshot(1)
+    await world.snapshot(2)
+    assert "e0-p0_g0" not in {call.rollout_id for call in bundle.state.partial_calls}
+    (told,) = world.trace.of("call_unreadable")
+    assert told["rollout_id"] == "e0-p0_g0"
+    attempts = world.trace.of("snapshot_attempt")
+    assert [event["unreadable_calls"] for event in attempts] == [1, 1]
+    await world.kill()
+    await world.start()
+    await world.train(1, 3)
+    assert trained_rows(world) == expected
+
+
+async def test_a_snapshot_does_not_wait_for_generators_that_do_not_answer(worlds):
+    world = worlds(rollout_recovery={"target_level": "prefix", "peek_deadline_s": 0.01})
+    await running_with(world, 2)
+    before = await world.snapshot(1)
+    world.generator.peek_gate = asyncio.Event()
+    world.generator.had = lambda rollout: 3
+    bundle = await world.snapshot(2)
+    assert {call.num_tokens for call in bundle.state.partial_calls} == {2}
+    assert bundle.state.partial_calls == before.state.partial_calls
+    assert len(world.trace.of("peek_failed")) == 1
+
+
+async def test_the_end_of_a_call_between_peek_and_cut_is_what_counts(worlds):
+    world = worlds()
+    await running_with(world, 2)
+    await world.snapshot(1)
+    world.generator.release()
+    await world.settle(lambda: len(world.controller.parts.buffer) == 4)
+    bundle = await world.snapshot(2, force=True)
+    assert bundle.state.partial_calls == ()
+    assert not [key for key, row in bundle.rows.items() if row.kind is RowKind.PARTIAL_TOKENS]
+
+
+async def test_tokens_of_two_weight_versions_keep_theirs_when_their_call_is_continued(worlds):
+    world = worlds(async_rl={"max_lookahead_versions": 1})
+    world.boot()
+    world.generator.held = lambda group_id, index: not f"{group_id}_".startswith(FIRST_STEP)
+    world.generator.had = lambda rollout: 2
+    await world.restore(world.plan())
+    await world.settle(lambda: sum(not r.startswith(FIRST_STEP) for r in world.generator.calls) == 4)
+    early = {rollout for rollout in world.generator.calls if not rollout.startswith(FIRST_STEP)}
+    await world.controller._peeker.look()
+    await world.train(1, 1)
+    bundle = await world.snapshot(1, force=True)
+    assert early <= {call.rollout_id for call in bundle.state.partial_calls}
+    world.generator.release()
+    await world.kill()
+    await world.start()
+    await world.train(2, 2)
+    published = {event["group_id"]: dict(event["version_tokens"]) for event in world.trace.of("group_published")}
+    for group in {rollout.rpartition("_g")[0] for rollout in early}:
+        assert published[group][0] == 2  # those that the kill found
+        assert published[group][1] > 2
+    assert not world.audit().problems
+
+
+async def test_a_trainer_checkpoint_keeps_the_tokens_of_running_calls_too(worlds):
+    world = worlds(async_rl={"max_lookahead_versions": 1})
+    world.boot()
+    world.generator.held = lambda group_id, index: not f"{group_id}_".startswith(FIRST_STEP)
+    world.generator.had = lambda rollout: 2
+    await world.restore(world.plan())
+    await world.settle(lambda: len(world.controller.parts.buffer) == 4)
+    await world.controller._peeker.look()
+    await world.train(1, 1)
+    await world.kill()
+    world.generator.release()
+    await world.start()
+    assert world.trace.of("checkpoint_restored")[0]["calls_continued"] > 0
+    await world.train(2, 3)
+    assert not world.audit().problems
+
+
+async def test_what_a_failed_refit_leaves_is_no_reason_to_lose_tokens(worlds):
+    world = worlds()
+    world.boot()
+    world.generator.failures = {"e0-p0_g0": [InfrastructureFailure("vLLM was busy")]}
+    world.generator.had = lambda rollout: 1
+    await world.restore(world.plan())
+    await world.train(1, 1)
+    assert set(world.generator.sampled.values()) == {1}
