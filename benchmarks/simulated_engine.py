@@ -34,7 +34,7 @@ class LengthDistribution:
     mean is minimum + Σ w m, and the second moment of X is Σ w (2 m² - m). With the parts given here the mean is
     8 + 0.8 x 18 + 0.2 x 50 = 32.4 tokens, the standard deviation sqrt(0.8 x 630 + 0.2 x 4950 - 24.4²) = 29.98 tokens,
     and the longest 5 % are those of more than 87 tokens: P(L > 87) = 0.8 (17/18)^79 + 0.2 (49/50)^79 = 0.0493. `limit`
-    is where the tables end; P(L > 4096) is about 1e-37.
+    is where the tables end; P(L > 4096) is 3e-37.
     """
 
     minimum: int = 8
@@ -68,15 +68,13 @@ class LengthDistribution:
         """The least length that at most this share of all responses exceeds."""
         return int(np.argmax(self.longer <= share))
 
-    def if_redrawn(self, interruptions_per_token: float, length: int) -> tuple[float, float]:
-        """Mean, and share longer than `length`, of responses that each interruption discards and draws anew.
-
-        Interruptions come at random, `interruptions_per_token` for each tick. A response of t tokens outlives them with
-        the chance (1 - p)^t and is drawn again until one does, so that lengths are weighted with that chance.
-        """
-        ends = (self.longer[:-1] - self.longer[1:]) * (1 - interruptions_per_token) ** np.arange(1, self.limit + 1)
-        ends /= ends.sum()
-        return float(ends @ np.arange(1, self.limit + 1)), float(ends[length:].sum())
+    def longer_in_all(self, calls: int) -> NDArray[np.float64]:
+        """P(L1 + L2 + ... > t) of so many independent calls together, for t = 0 ... limit."""
+        one = np.concatenate([[0.0], self.longer[:-1] - self.longer[1:]])
+        total = one
+        for _ in range(calls - 1):
+            total = np.convolve(total, one)[: self.limit + 1]
+        return 1 - np.cumsum(total)
 
 
 @dataclass(frozen=True, slots=True)
