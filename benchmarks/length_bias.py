@@ -85,6 +85,11 @@ def measure(level: RecoveryLevel | None, turns: int, calls: int) -> Measured:
     return Measured(level, turns, lengths, outcome.kills, outcome.sampled_again)
 
 
+def named(turns: int) -> str:
+    """The workload in words."""
+    return f"Rollouts of {turns} call{'s' * (turns > 1)}"
+
+
 def row_of(one: Measured) -> tuple[str, ...]:
     """One line of the table."""
     errors = (f"{100 * error:+.1f} ± {100 * deviation:.1f}" for error, deviation in (one.mean_error, one.long_error))
@@ -111,8 +116,8 @@ def main() -> None:
     for turns, results in measured.items():
         mean, longest = turns * LENGTHS.mean, int(np.argmax(LENGTHS.longer_in_all(turns) <= 0.05))
         show(
-            f"Rollouts of {turns} call{'s' * (turns > 1)}, a kill in {MEAN_TIMES_PER_KILL} mean response times: against "
-            f"the known mean ({mean:.1f} tokens) and longest 5 % (over {longest} tokens)",
+            f"{named(turns)}, a kill in {MEAN_TIMES_PER_KILL} mean response times: against the known mean "
+            f"({mean:.1f} tokens) and longest 5 % (over {longest} tokens)",
             ("level", "mean, %", "longest 5 %, %", "sampled again, %", "rollouts", "kills"),
             map(row_of, results),
             note="± one standard error",

@@ -36,7 +36,7 @@ def draw(workloads: Mapping[str, Sequence[Curve]], path: Path) -> None:
             for curve in curves:
                 style = "--" if curve.name == "no kill" else "-"
                 panel.plot(curve.lengths, curve.ratios, style, color=COLOURS[curve.name], label=curve.name, lw=1.8)
-            panel.set_title(f"rollouts of {title}")
+            panel.set_title(title)
             panel.set_xlabel("length, tokens")
             panel.set_ylim(0, 1.15)
             panel.grid(alpha=0.25)

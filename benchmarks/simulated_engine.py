@@ -213,6 +213,15 @@ class _OutputProcessor:
     external_req_ids: dict[str, list[str]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Tokens `start` to `end` (exclusive) of a response, which the request of this name sampled."""
+
+    request: str
+    start: int
+    end: int
+
+
 class SimulatedEngine:
     """Runs at most `capacity` requests together; others wait, in order."""
 
@@ -220,6 +229,7 @@ class SimulatedEngine:
         """`text`: ids of tokens that may stand in a response; they follow one another by position."""
         self.errored = False
         self.output_processor = _OutputProcessor()
+        self.over: list[Sampled] = []
         self.text = [text[position % len(text)] for position in range(lengths.limit)]
         self.going_on = np.log1p(-np.minimum(lengths.hazard, 1 - 1e-9)).tolist()
         self._log_hazard = np.log(np.maximum(lengths.hazard, 1e-300)).tolist()
@@ -257,6 +267,14 @@ class SimulatedEngine:
             yield await request.ended
         finally:
             self._forget(request)
+
+    def sampled(self) -> list[Sampled]:
+        """What each request has sampled so far, whether it is over or runs."""
+        running = (request for request in self._running if request is not None)
+        return [*self.over, *(self._sampled(request) for request in running)]
+
+    def _sampled(self, request: _Request) -> Sampled:
+        return Sampled(request.external_req_id, request.offset, self.position(request))
 
     @property
     def num_requests(self) -> int:
@@ -337,6 +355,7 @@ class SimulatedEngine:
         if request.row < 0:
             self._waiting.remove(request)
             return
+        self.over.append(self._sampled(request))
         self._running[request.row] = None
         self._is_running[request.row] = False
         self._positions[request.row] = 0
