@@ -65,18 +65,26 @@ WORKLOADS = {
 
 
 class Facts:
-    """A trace that keeps how long the environment stood still for each snapshot, in ms, and which groups are finished."""
+    """A trace that keeps which groups are finished, and how long the environment stood still for each snapshot (ms)."""
 
     def __init__(self) -> None:
         self.parked_ms: list[float] = []
-        self.published: set[str] = set()
+        self._published: set[str] = set()
+        self._changed = asyncio.Event()
+
+    async def finished(self, groups: set[str]) -> None:
+        """Until all of these groups are finished."""
+        while not groups <= self._published:
+            self._changed.clear()
+            await self._changed.wait()
 
     def record(self, event: str, **fields: Any) -> None:
         """As in the port `Trace`."""
         if event == "environment_parked":
             self.parked_ms.append(1000 * float(fields["seconds"]))
         if event == "group_published":
-            self.published.add(str(fields["group_id"]))
+            self._published.add(str(fields["group_id"]))
+            self._changed.set()
 
 
 class Life:
@@ -169,8 +177,7 @@ async def cost_of_a_kill(workload: Workload, level: str, seed: int, settings: Ma
         second = Life(config, workload.lengths, folder, 2)
         seen = tokens_of(first.seen_by(second), unfinished)
         await second.start()
-        while not unfinished <= second.facts.published:
-            await asyncio.sleep(TOKEN_S)
+        await second.facts.finished(unfinished)
         await second.kill()
     again = second.player.sampled()
     redone = [min(n, again[call][1]) - again[call][0] for call, n in before.items() if call in again]
