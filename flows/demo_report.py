@@ -102,6 +102,8 @@ def _reuse(stop: StopCost) -> dict[str, Any]:
         "siblings_rerun": stop.siblings_rerun,
         "episodes_resumed": stop.siblings_resumed,
         "turns_kept": stop.turns_kept,
+        "calls_continued": stop.calls_continued,
+        "tokens_continued": stop.tokens_continued,
         "tokens_kept": stop.tokens_kept,
         "tokens_lost": stop.tokens_lost,
         "steps_replayed": stop.steps_replayed,

@@ -168,15 +168,18 @@ def fork(
 )
 def query(
     run: RunName,
-    sql: Annotated[str, typer.Argument(metavar="SQL", help="One SELECT over rows, groups, trace and snapshots.")],
+    sql: Annotated[
+        str, typer.Argument(metavar="SQL", help="One SELECT over rows, groups, calls, trace and snapshots.")
+    ],
     store: StoreUrl = None,
     snapshot: Annotated[
-        int | None, typer.Option(min=0, help="Whose rows and groups. Default: those that a restore would choose.")
+        int | None,
+        typer.Option(min=0, help="Whose rows, groups and calls. Default: those that a restore would choose."),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Lines of the table at most (not of --json).")] = 100,
     as_json: AsJson = False,
 ) -> None:
-    """Ask a run in SQL (Polars): frames `rows`, `groups`, `trace` and `snapshots`. Nothing is changed."""
+    """Ask a run in SQL (Polars): frames `rows`, `groups`, `calls`, `trace` and `snapshots`. Nothing is changed."""
     found = query_run(store_at(store), layout_of(run), sql, sequence=snapshot)
     if as_json:
         put_json(found.to_dicts())

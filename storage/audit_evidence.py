@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 
 from storage.audit_findings import Needs, Suspicion
 from storage.bundle_checks import bundle_suspicions
+from storage.continued_calls import ContinuedCalls
 from storage.history import COPY_PREFIX, History, Life, Segment, cut_time_of
 from storage.life_checks import LifeEvents, life_suspicions
 from storage.manifests import Manifest
@@ -16,6 +17,7 @@ class Evidence:
 
     def __init__(self, history: History) -> None:
         self._history = history
+        self._continued = ContinuedCalls()
         self._index = {life.run_process: TraceIndex.of_events(life.events) for life in history.lives}
 
     def of_lives(self) -> Iterator[tuple[Suspicion, bool]]:
@@ -25,7 +27,7 @@ class Evidence:
                 yield from self._judged(life, self._history.below(life), life_suspicions(self._events_of(life)))
 
     def of_bundle(self, bundle: RestoredBundle) -> Iterator[tuple[Suspicion, bool]]:
-        """What a bundle holds that the trace does not say."""
+        """What a bundle holds that the trace does not say, or that one before it contradicts: ask in their order."""
         life = self._history.writer_of(bundle.manifest)
         if life is None:
             # Nothing has happened yet, or (a fork's copy) nothing that is copied.
@@ -36,6 +38,8 @@ class Evidence:
             return
         segments = [Segment(life, cut_time_of(bundle.manifest)), *self._history.below(life)]
         yield from self._judged(life, segments, bundle_suspicions(bundle, self._events_of(life), segments))
+        continued = self._continued.suspicions(bundle, segments, self._index_of(segments))
+        yield from self._judged(life, segments, continued)
 
     def is_whole_up_to(self, bundle: Manifest) -> bool:
         """Whether nothing that led to a bundle can be missing from the trace."""

@@ -38,6 +38,8 @@ def bundle_suspicions(bundle: RestoredBundle, events: LifeEvents, segments: Sequ
     yield from _recorded(state.trained, bundle.rows, trace)
     for unfinished in state.ledger:
         yield from _unfinished(unfinished, events, trace)
+        yield from _mixed(unfinished, bundle.rows)
+    yield from _partial_calls(bundle, trace, copied=events.copied)
     yield from _dropped(state.dropped, trace)
     yield from _drops_undone(state, segments)
 
@@ -50,6 +52,10 @@ def _finished(group: BufferedGroup, rows: Mapping[str, RowHandle], trace: TraceI
     elif not any(_is_publication(event, group, rows) for event in published):
         yield Suspicion(_PUBLISHED_OTHERWISE, group.group_id, Needs.BELOW)
     own = [rows[row_id] for row_id in group.row_ids]
+    for row in own:
+        results = trace.of(row.row_id, "attempt_sealed")
+        if results and not any(int(event["attempt"]) == _attempt_of(row) for event in results):
+            yield Suspicion("rows of other attempts than were sealed", row.row_id, Needs.BELOW)
     if _version_tokens(own) != dict(group.version_tokens):
         yield Suspicion("groups whose rows have other token versions than their record", group.group_id)
 
@@ -114,6 +120,31 @@ def _unfinished(group: LedgerGroup, events: LifeEvents, trace: TraceIndex) -> It
             starts = {event["attempt"] for event in trace.of(rollout, *STARTS)}
             if sibling.attempt not in starts and not copied:
                 yield Suspicion("running attempts in bundles that were never dispatched", rollout, Needs.BELOW)
+
+
+def _mixed(group: LedgerGroup, rows: Mapping[str, RowHandle]) -> Iterator[Suspicion]:
+    """Every call of a result is of the one attempt that it is of."""
+    for sibling in group.siblings:
+        keys = () if sibling.sealed is None else sibling.sealed.call_keys
+        if any(_attempt_of(rows[key]) != sibling.attempt for key in keys):
+            rollout = rollout_id(group.group_id, sibling.generation_index)
+            yield Suspicion("results with calls of several attempts", rollout)
+
+
+def _attempt_of(row: RowHandle) -> int:
+    return int(row.batch.column("attempt")[row.index].as_py())
+
+
+def _partial_calls(bundle: RestoredBundle, trace: TraceIndex, *, copied: bool) -> Iterator[Suspicion]:
+    """A call runs for an attempt that was started, and no token of it is of weights to come."""
+    newest = bundle.state.progress.train_steps
+    for call in bundle.state.partial_calls:
+        starts = {int(event["attempt"]) for event in trace.of(call.rollout_id, *STARTS)}
+        if call.attempt not in starts and not copied:
+            yield Suspicion("partial calls of attempts that were never dispatched", call.key, Needs.BELOW)
+        rows = (bundle.rows[chunk] for chunk in call.chunks)
+        if any(max(row.batch.column("versions")[row.index].as_py()) > newest for row in rows):
+            yield Suspicion("partial calls with tokens of weights to come", call.key)
 
 
 def _is_result(event: Event, sibling: Sibling, sealed: SealedSibling) -> bool:

@@ -24,6 +24,7 @@ from storage.run_record import create_run_record
 from storage.runs import Log, find_bundle, layout_of, log_of_run, require_live, run_names, saved_config
 from storage.snapshot_reader import RestoredBundle, read_bundle
 from storage.snapshot_writer import CapturedBundle, SnapshotWriter
+from storage.trace_index import STARTS
 from storage.trace_reader import read_events
 from storage.verdicts import Verdicts, known_bad
 
@@ -167,8 +168,8 @@ def _effective(bundle: RestoredBundle, events: Sequence[Event], log: Log) -> Ite
     yield from (e for e in events if e["event"] == "train_step" and (int(e["step"]), float(e["t"])) in steps)
     yield from _publications(groups, events, cut_time)
     for event in events:
-        running = event["event"] == "attempt_dispatched" and standing.running.get(event["rollout_id"])
-        if running and float(event["t"]) == running:
+        running = standing.running.get(event["rollout_id"]) if event["event"] in STARTS else None
+        if running is not None and float(event["t"]) == running.began:
             yield event
     yield from _drops({dropped.prompt.group_id for dropped in bundle.state.dropped}, events)
 

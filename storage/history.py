@@ -73,15 +73,23 @@ class Segment:
         return self.life.has_all_events and self.cut_time <= self.life.ended_at
 
 
+@dataclass(frozen=True, slots=True)
+class Running:
+    """An attempt that runs in a process since `began` (Unix seconds); an interruption after which it went on counts."""
+
+    attempt: int
+    began: float
+
+
 @dataclass(slots=True)
 class Standing:
-    """Where a run stands at one moment: trained steps in order, and when unsealed attempts were dispatched.
+    """Where a run stands at one moment: trained steps in order, and since when unsealed attempts run, by rollout.
 
     A step that one life recorded twice is in `steps` twice: that is a fault, to be seen by the audit.
     """
 
     steps: list[TrainedStep] = field(default_factory=list)
-    running: dict[str, float] = field(default_factory=dict)
+    running: dict[str, "Running"] = field(default_factory=dict)
 
 
 class History:
@@ -185,9 +193,11 @@ def trained_step(event: Event) -> TrainedStep:
 
 def _apply_attempt(standing: Standing, event: Event) -> None:
     kind = event["event"]
-    if kind == "attempt_dispatched":
-        standing.running[event["rollout_id"]] = float(event["t"])
-    elif kind in ("attempt_sealed", "attempt_abandoned"):
+    if kind in ("attempt_dispatched", "attempt_resumed"):
+        running, attempt = standing.running.get(event["rollout_id"]), int(event["attempt"])
+        if running is None or running.attempt != attempt:
+            standing.running[event["rollout_id"]] = Running(attempt, float(event["t"]))
+    elif kind in ("attempt_sealed", "attempt_abandoned", "attempt_refused"):
         standing.running.pop(event["rollout_id"], None)
     elif kind in ("group_discarded", "prompt_dropped"):
         for rollout in [r for r in standing.running if r.rpartition("_g")[0] == event["group_id"]]:

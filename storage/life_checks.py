@@ -80,6 +80,7 @@ def life_suspicions(events: LifeEvents) -> Iterator[Suspicion]:
     yield from _twice(events)
     yield from _out_of_order(events)
     yield from _attempts(events)
+    yield from _interruptions(events)
     yield from _published(events)
     yield from _half_published(events)
     yield from _trained(events)
@@ -110,20 +111,59 @@ def _out_of_order(events: LifeEvents) -> Iterator[Suspicion]:
 
 
 def _attempts(events: LifeEvents) -> Iterator[Suspicion]:
-    """An attempt ends before the next one of its rollout starts, before its group is given up for a failure, and only
-    if it was started; attempts are numbered from 0.
+    """An attempt ends before the next one of its rollout starts, before its group is given up for a failure (one that
+    is interrupted then has ended too), and only if it was started; attempts are numbered from 0.
     """
     for rollout in events.own.about(*STARTS, "attempt_abandoned"):
         started = {int(event["attempt"]) for event in events.own.of(rollout, *STARTS)}
         ended = {int(event["attempt"]) for event in events.own.of(rollout, *_ENDS)}
-        until = max(started, default=0) + events.own.has(group_of(rollout), "prompt_dropped")
-        if {attempt for attempt in started if attempt < until} - ended:
+        newest, dropped = max(started, default=0), events.own.has(group_of(rollout), "prompt_dropped")
+        if dropped and newest in _Sent.of(events.own, rollout).interrupted_now:
+            ended.add(newest)
+        if {attempt for attempt in started if attempt < newest + dropped} - ended:
             yield Suspicion("attempts without a traced end", rollout, Needs.OWN)
         if events.own.has(group_of(rollout), "group_reserved") and len(started) <= max(started, default=-1):
             yield Suspicion("attempts missing between others", rollout, Needs.OWN)
         failed = (event for event in events.own.of(rollout, "attempt_abandoned") if event["reason"] != "restart")
         if {int(event["attempt"]) for event in failed} - started:
             yield Suspicion("failed attempts without a traced dispatch", rollout, Needs.OWN)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """How often one process sent each attempt of a rollout, and how often it came back without a result."""
+
+    sent: Counter[int]
+    resumed: Counter[int]
+    refused: Counter[int]
+    interrupted: Counter[int]
+
+    @classmethod
+    def of(cls, own: TraceIndex, rollout: str) -> "_Sent":
+        kinds = (STARTS, ("attempt_resumed",), ("attempt_refused",), ("attempt_interrupted",))
+        return cls(*(Counter(int(event["attempt"]) for event in own.of(rollout, *kind)) for kind in kinds))
+
+    @property
+    def interrupted_now(self) -> set[int]:
+        """Attempts that have not gone on after their interruption."""
+        back = self.refused + self.interrupted
+        return {attempt for attempt in self.interrupted if back[attempt] >= self.sent[attempt]}
+
+
+def _interruptions(events: LifeEvents) -> Iterator[Suspicion]:
+    """An attempt is interrupted only if it was sent, has a result only if it went on, and goes on only if it was
+    interrupted, refused or restored.
+    """
+    for rollout in events.own.about("attempt_interrupted", "attempt_resumed"):
+        told = _Sent.of(events.own, rollout)
+        restored = int(events.own.has(group_of(rollout), "redispatched"))
+        sealed = {int(event["attempt"]) for event in events.own.of(rollout, "attempt_sealed")}
+        if told.interrupted.keys() - told.sent.keys():
+            yield Suspicion("interrupted attempts without a traced dispatch", rollout, Needs.OWN)
+        if sealed & told.interrupted_now:
+            yield Suspicion("results of interrupted attempts that did not go on", rollout, Needs.OWN)
+        if any(times > told.interrupted[a] + told.refused[a] + restored for a, times in told.resumed.items()):
+            yield Suspicion("attempts that went on without an interruption", rollout, Needs.OWN)
 
 
 def _needs(events: LifeEvents, group: str) -> Needs:

@@ -21,10 +21,17 @@ from storage.records import RowKind
 from storage.runs import bundle_facts, find_bundle, log_of_run, require_live
 from storage.schemas import ROW_SCHEMAS
 from storage.snapshot_reader import RestoredBundle, read_bundle
-from storage.state_records import plain_buffered, plain_dropped, plain_ledger_group, plain_prompt, plain_trained
+from storage.state_records import (
+    plain_buffered,
+    plain_dropped,
+    plain_ledger_group,
+    plain_partial_call,
+    plain_prompt,
+    plain_trained,
+)
 from storage.trace_reader import read_trace
 
-FRAMES = ("rows", "groups", "trace", "snapshots")
+FRAMES = ("rows", "groups", "calls", "trace", "snapshots")
 
 _SELECT = re.compile(r"\s*(select|with)\b", re.IGNORECASE)
 # Anywhere, also in quotes, text or comments: what a parser takes for a name is not for a pattern to decide.
@@ -34,6 +41,7 @@ _TEXT = re.compile(r"'(?:[^']|'')*'")
 _GROUPS: dict[str, Any] = {
     "group_id": pl.String,
     "owner": pl.String,
+    "level": pl.String,
     "prompt_id": pl.Int64,
     "epoch": pl.Int64,
     "order": pl.Int64,
@@ -49,6 +57,18 @@ _GROUPS: dict[str, Any] = {
     "num_tokens": pl.Int64,
     "rewards": pl.List(pl.Float64),
     "reason": pl.String,
+}
+_CALLS: dict[str, Any] = {
+    "call": pl.String,
+    "rollout_id": pl.String,
+    "group_id": pl.String,
+    "attempt": pl.Int64,
+    "turn": pl.Int64,
+    "prompt_tokens": pl.Int64,
+    "num_tokens": pl.Int64,
+    "num_rows": pl.Int64,
+    "sampling": pl.String,
+    "finish_reason": pl.String,
 }
 _SNAPSHOTS: dict[str, Any] = {
     "sequence": pl.Int64,
@@ -66,8 +86,8 @@ _SNAPSHOTS: dict[str, Any] = {
 
 
 def query(store: Store, layout: RunLayout, sql: str, *, sequence: int | None = None) -> pl.DataFrame:
-    """The answer to one SELECT. `rows` and `groups` are those of bundle `sequence`, by default of the one that a
-    restore would choose; only the frames that the SQL names are read.
+    """The answer to one SELECT. `rows`, `groups` and `calls` are those of bundle `sequence`, by default of the one that
+    a restore would choose; only the frames that the SQL names are read.
 
     Raises: ConfigurationError for SQL that can't be run, with the reason and the frames; NotFound; SnapshotCorrupt.
     """
@@ -77,6 +97,7 @@ def query(store: Store, layout: RunLayout, sql: str, *, sequence: int | None = N
     loaders: Mapping[str, Callable[[], pl.DataFrame]] = {
         "rows": lambda: rows_frame(bundle.read()),
         "groups": lambda: groups_frame(bundle.read()),
+        "calls": lambda: calls_frame(bundle.read()),
         "trace": lambda: read_trace(store, layout),
         "snapshots": lambda: snapshots_frame(store, layout),
     }
@@ -129,7 +150,9 @@ class _Bundle:
 
 
 def rows_frame(bundle: RestoredBundle | None) -> pl.DataFrame:
-    """Training rows and staged calls, with their `kind`; a column that a kind does not have is null."""
+    """Training rows, staged calls and tokens of running calls, with their `kind`; a column that a kind does not have is
+    null.
+    """
     frames = []
     for kind in RowKind:
         rows = [] if bundle is None else [row for row in bundle.rows.values() if row.kind is kind]
@@ -171,6 +194,21 @@ def _complete(siblings: int) -> dict[str, int]:
 
 def _owned(group_id: str, owners: Mapping[str, str]) -> dict[str, str]:
     return {"group_id": group_id, "owner": owners[group_id]}
+
+
+def calls_frame(bundle: RestoredBundle | None) -> pl.DataFrame:
+    """Every model call that had not ended at the cut of the bundle. Its tokens are in `rows`, in `num_rows` of them."""
+    rows = [
+        {
+            **plain_partial_call(call),
+            "call": call.key,
+            "group_id": call.rollout_id.rpartition("_g")[0],
+            "num_rows": len(call.chunks),
+            "sampling": call.sampling.kind,
+        }
+        for call in (() if bundle is None else bundle.state.partial_calls)
+    ]
+    return pl.DataFrame([{name: row[name] for name in _CALLS} for row in rows], schema=_CALLS)
 
 
 def snapshots_frame(store: Store, layout: RunLayout) -> pl.DataFrame:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from storage.history import Event, History, Life
+from storage.records import RecoveryLevel
 
 CONFIDENCE = 0.95
 MEASURES = ("tokens", "reward")
@@ -73,10 +74,16 @@ def restart_bias(history: History, *, near_versions: int = NEAR_VERSIONS) -> lis
     """
     found = list(_finished(history))
     comparisons = []
-    for level in sorted({group.level for group in found}):
+    for level in sorted({group.level for group in found}, key=_depth):
         near = _near([group for group in found if group.level == level], near_versions)
         comparisons += [_compare(level, measure, near) for measure in MEASURES]
     return comparisons
+
+
+def _depth(level: str) -> tuple[int, str]:
+    """From the level that keeps least to the one that keeps most; names that nobody knows come last."""
+    levels = [str(known) for known in RecoveryLevel]
+    return levels.index(level) if level in levels else len(levels), level
 
 
 def _near(groups: Sequence["_Group"], near_versions: int) -> list["_Group"]:

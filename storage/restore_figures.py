@@ -11,12 +11,12 @@ from storage.manifests import Manifest
 class RestoreFigures:
     """One restore in numbers. Seconds are of wall-clock time; None where nothing is known yet.
 
-    Reused: finished groups, sealed siblings, and finished turns of `siblings_resumed`, for which `turn_tokens` were
-    sampled; `tokens_kept` are those of all three. Run again: the recorded batches (`steps_to_replay` in `replay_s`),
-    and in `generation_s` the `siblings_rerun`, which have no turn to go on from, with those resumed:
-    `tokens_to_generate` in all. Dropped: the `attempts_dropped` that had begun or were sealed and are not kept, with
-    the `tokens_dropped` of the sealed ones; and what was done after the cut, in `lost_s`: `steps_lost` beyond the
-    restored step, and `tokens_lost` of attempts that were sealed.
+    Reused: finished groups, sealed siblings, and of the `siblings_resumed` finished turns, for which `turn_tokens` were
+    sampled, and `calls_continued` in their middle, after `tokens_continued`; `tokens_kept` are those of all. Run again:
+    the recorded batches (`steps_to_replay` in `replay_s`), and in `generation_s` the `siblings_rerun`, which have
+    nothing to go on from, with those resumed: `tokens_to_generate` in all. Dropped: the `attempts_dropped` that had
+    begun or were sealed and are not kept, with the `tokens_dropped` of the sealed ones; and what was done after the
+    cut, in `lost_s`: `steps_lost` beyond the restored step, and `tokens_lost` of attempts that were sealed.
     """
 
     groups_reused: int
@@ -26,6 +26,8 @@ class RestoreFigures:
     siblings_rerun: int
     turns_kept: int
     turn_tokens: int
+    calls_continued: int
+    tokens_continued: int
     tokens_kept: int
     steps_to_replay: int
     replay_s: float | None
@@ -77,6 +79,8 @@ _WORDS = {
     "siblings_resumed": "siblings, resumed in the middle",
     "turns_kept": "finished turns of these, kept",
     "turn_tokens": "tokens of these turns, kept",
+    "calls_continued": "model calls of these, continued where they were",
+    "tokens_continued": "tokens of these calls, kept",
     "tokens_kept": "tokens, kept in all",
     "siblings_rerun": "siblings, run from their start",
     "tokens_to_generate": "tokens, still to generate for the unfinished groups",

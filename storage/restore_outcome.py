@@ -23,7 +23,8 @@ def outcome_of(history: History, life: Life) -> Outcome | None:
     target = None if told is None or told["sequence"] is None else history.manifest(int(told["sequence"]))
     if told is None or target is None:
         return None
-    again, turn_tokens = _RunAgain.of(life), _turn_tokens(told, target)
+    again, continued = _RunAgain.of(life), _Continued.of(life, told)
+    turn_tokens = _turn_tokens(told, target)
     before = history.lives[: history.lives.index(life)]
     dropped = _dropped_by(history, life)
     lost = Lost.after(before, history, target)
@@ -36,10 +37,12 @@ def outcome_of(history: History, life: Life) -> Outcome | None:
         siblings_rerun=int(told.get("siblings_rerun", 0)),
         turns_kept=int(told.get("turns_kept", 0)),
         turn_tokens=turn_tokens,
-        tokens_kept=int(told.get("tokens_kept", 0)),
+        calls_continued=continued.calls,
+        tokens_continued=continued.tokens,
+        tokens_kept=int(told.get("tokens_kept", 0)) - continued.tokens_discarded,
         steps_to_replay=len(replayed),
         replay_s=sum(busy_s(event) for event in replayed),
-        tokens_to_generate=max(0, again.tokens - turn_tokens),
+        tokens_to_generate=max(0, again.tokens - turn_tokens - continued.tokens),
         generation_s=again.seconds,
         attempts_dropped=len(dropped),
         tokens_dropped=_tokens_sealed(history, life, dropped),
@@ -72,10 +75,41 @@ class _RunAgain:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Continued:
+    """The model calls that went on where they were, without those that a generator could not continue."""
+
+    calls: int
+    tokens: int
+    tokens_discarded: int
+
+    @classmethod
+    def of(cls, life: Life, told: Event) -> "_Continued":
+        """What the restore gave to the generators, less what they discarded of it. What is discarded of a rollout that
+        was interrupted again meanwhile is no tokens of the restore.
+        """
+        discarded: dict[str, int] = {}
+        interrupted: set[str] = set()
+        for event in life.events:
+            if event["event"] == "attempt_interrupted":
+                interrupted.add(event["rollout_id"])
+            elif event["event"] == "prefix_discarded" and event["rollout_id"] not in {*discarded, *interrupted}:
+                discarded[event["rollout_id"]] = int(event["tokens"])
+        tokens = sum(discarded.values())
+        return cls(
+            calls=max(0, int(told.get("calls_continued", 0)) - len(discarded)),
+            tokens=max(0, int(told.get("tokens_continued", 0)) - tokens),
+            tokens_discarded=tokens,
+        )
+
+
 def _turn_tokens(told: Event, target: Manifest) -> int:
-    """The restore counts all tokens that it kept; the manifest, which stays, those of groups and of sealed siblings."""
+    """The restore counts all tokens that it kept, those of continued calls for themselves too; the manifest, which
+    stays, those of groups and of sealed siblings.
+    """
     counts = target.counts
     others = counts.get("reusable_tokens", 0) + counts.get("buffered_tokens", 0) * bool(told.get("groups_buffered", 0))
+    others += int(told.get("tokens_continued", 0))
     return max(0, int(told.get("tokens_kept", 0)) - others)
 
 

@@ -1,6 +1,6 @@
 """What a restore will reuse, run again and drop: from the bundle and the trace's own rates, before anything is paid."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from storage.history import History
@@ -49,22 +49,28 @@ def plan_of(bundle: RestoredBundle, history: History, *, keeps_buffer: bool = Tr
     finished groups are run again too.
     """
     state, rates = bundle.state, Rates.of(history)
-    kept = [_Kept.of(bundle, group) for group in state.ledger]
+    going_on = _Resumed.all_of(bundle)
+    kept = [_Kept.of(group, going_on) for group in state.ledger]
     buffered = state.buffer if keeps_buffer else ()
     discarded = () if keeps_buffer else state.buffer
     steps = state.progress.train_steps - state.model_step
     rerun = sum(one.rerun for one in kept) + sum(len(group.row_ids) for group in discarded)
-    to_generate = _tokens_to_generate(rates, rerun, [turns for one in kept for turns in one.turn_tokens])
+    resumed = [sibling for one in kept for sibling in one.resumed]
+    to_generate = _tokens_to_generate(rates, rerun, [sibling.tokens for sibling in resumed])
     lost = Lost.after(history.lives, history, bundle.manifest)
     return RestoreFigures(
         groups_reused=len(buffered),
         groups_unfinished=len(state.ledger) + len(discarded),
         siblings_reused=sum(one.reused for one in kept),
-        siblings_resumed=sum(len(one.turn_tokens) for one in kept),
+        siblings_resumed=len(resumed),
         siblings_rerun=rerun,
-        turns_kept=sum(one.turns for one in kept),
-        turn_tokens=sum(sum(one.turn_tokens) for one in kept),
-        tokens_kept=sum(g.num_tokens for g in buffered) + sum(one.tokens + sum(one.turn_tokens) for one in kept),
+        turns_kept=sum(sibling.turns for sibling in resumed),
+        turn_tokens=sum(sibling.turn_tokens for sibling in resumed),
+        calls_continued=sum(sibling.call_tokens > 0 for sibling in resumed),
+        tokens_continued=sum(sibling.call_tokens for sibling in resumed),
+        tokens_kept=sum(finished.num_tokens for finished in buffered)
+        + sum(one.tokens for one in kept)
+        + sum(sibling.tokens for sibling in resumed),
         steps_to_replay=steps,
         replay_s=_seconds(steps, rates.step_s),
         tokens_to_generate=to_generate,
@@ -78,36 +84,60 @@ def plan_of(bundle: RestoredBundle, history: History, *, keeps_buffer: bool = Tr
 
 
 @dataclass(frozen=True, slots=True)
+class _Resumed:
+    """A sibling that goes on in its middle: tokens sampled in its finished turns, and in the call after them."""
+
+    turns: int
+    turn_tokens: int
+    call_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        """All that it has already."""
+        return self.turn_tokens + self.call_tokens
+
+    @classmethod
+    def all_of(cls, bundle: RestoredBundle) -> "dict[str, _Resumed]":
+        """Those of a bundle, by rollout."""
+        episodes = {episode.rollout_id: episode for episode in bundle.state.episodes}
+        calls = {call.rollout_id: call.num_tokens for call in bundle.state.partial_calls}
+        return {
+            rollout: cls(
+                turns=0 if (episode := episodes.get(rollout)) is None else episode.turn,
+                turn_tokens=0 if episode is None else sum(_tokens_of(bundle, key) for key in episode.calls),
+                call_tokens=calls.get(rollout, 0),
+            )
+            for rollout in (*episodes, *(calls.keys() - episodes.keys()))
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class _Kept:
-    """One unfinished group after a restart. `turn_tokens`: sampled tokens in the finished turns of each resumed one."""
+    """One unfinished group after a restart. `tokens`: those of its sealed siblings that are reused."""
 
     reused: int
     tokens: int
-    turns: int
-    turn_tokens: tuple[int, ...]
+    resumed: tuple[_Resumed, ...]
     rerun: int
     dropped: int
     dropped_tokens: int
 
     @classmethod
-    def of(cls, bundle: RestoredBundle, group: LedgerGroup) -> "_Kept":
-        episodes = {episode.rollout_id: episode for episode in bundle.state.episodes}
+    def of(cls, group: LedgerGroup, going_on: Mapping[str, _Resumed]) -> "_Kept":
         sealed = [sibling.sealed for sibling in group.siblings if sibling.sealed is not None]
         keeps = group.level.keeps_siblings
         open_ones = [sibling for sibling in group.siblings if sibling.sealed is None]
-        resumed = [
-            episodes[rollout]
+        resumed = tuple(
+            going_on[rollout]
             for sibling in open_ones
-            if sibling.status is not AttemptStatus.RESERVED
-            and (rollout := rollout_id(group.group_id, sibling.generation_index)) in episodes
-        ]
+            if (rollout := rollout_id(group.group_id, sibling.generation_index)) in going_on
+        )
         started = sum(sibling.status is not AttemptStatus.RESERVED for sibling in open_ones)
         gone: Sequence[SealedSibling] = () if keeps else sealed
         return cls(
             reused=len(sealed) if keeps else 0,
             tokens=sum(result.num_tokens for result in sealed) if keeps else 0,
-            turns=sum(episode.turn for episode in resumed),
-            turn_tokens=tuple(sum(_tokens_of(bundle, key) for key in episode.calls) for episode in resumed),
+            resumed=resumed,
             rerun=len(group.siblings) - (len(sealed) if keeps else 0) - len(resumed),
             dropped=started - len(resumed) + len(gone),
             dropped_tokens=sum(result.num_tokens for result in gone),
@@ -119,14 +149,14 @@ def _tokens_of(bundle: RestoredBundle, key: str) -> int:
     return len(row.batch.column("token_ids")[row.index])
 
 
-def _tokens_to_generate(rates: Rates, rerun: int, turn_tokens: Sequence[int]) -> int | None:
-    """Each attempt is as long as the mean of those that were sealed; finished turns are done already."""
-    if not rerun and not turn_tokens:
+def _tokens_to_generate(rates: Rates, rerun: int, kept_tokens: Sequence[int]) -> int | None:
+    """Each attempt is as long as the mean of those that were sealed; `kept_tokens` of each resumed one are there."""
+    if not rerun and not kept_tokens:
         return 0
     if rates.tokens_per_attempt is None:
         return None
     return round(
-        rerun * rates.tokens_per_attempt + sum(max(0.0, rates.tokens_per_attempt - done) for done in turn_tokens)
+        rerun * rates.tokens_per_attempt + sum(max(0.0, rates.tokens_per_attempt - done) for done in kept_tokens)
     )
 
 

@@ -45,9 +45,10 @@ class StopCost:
 
     `thrown_away_s` is the sum, over attempts that ran at the restored cut and did not go on, of how long they had been
     running. `lost_s` is the time between that cut and the stop; `tokens_lost` were sealed in it. `siblings_resumed` ran
-    at the cut and went on from `turns_kept` finished turns; `siblings_rerun` ran without such, or were sealed in groups
-    whose level does not keep siblings. `step` is the restored train step, to which `steps_replayed` recorded batches
-    led from the restored model; `steps_lost` had been trained beyond it.
+    at the cut and went on from `turns_kept` finished turns, and from `tokens_continued` in the middle of
+    `calls_continued`; `siblings_rerun` ran without such, or were sealed in groups whose level does not keep siblings.
+    `tokens_kept` are those of groups, sealed siblings and continued calls. `step` is the restored train step, to which
+    `steps_replayed` recorded batches led from the restored model; `steps_lost` had been trained beyond it.
     """
 
     run_process: str
@@ -63,6 +64,8 @@ class StopCost:
     siblings_reused: int
     siblings_resumed: int
     turns_kept: int
+    calls_continued: int
+    tokens_continued: int
     siblings_rerun: int
     tokens_kept: int
     tokens_lost: int
@@ -75,7 +78,11 @@ def stop_cost(store: Store, layout: RunLayout) -> list[StopCost]:
 
     Durations between two processes are 0 where their clocks contradict the order of the log.
     """
-    history = History(read_events(store, layout), read_log(store, layout))
+    return stop_costs(History(read_events(store, layout), read_log(store, layout)))
+
+
+def stop_costs(history: History) -> list[StopCost]:
+    """The same from a history that was read."""
     lost_from: dict[str, float] = {}
     return [_cost(history, number, lost_from) for number in range(1, len(history.lives))]
 
@@ -92,7 +99,7 @@ def _cost(history: History, number: int, lost_from: dict[str, float]) -> StopCos
     counts = _counts(target)
     restored = _restored_counts(life, target)
     resumed = restored["siblings_resumed"]
-    went_on = {event["rollout_id"] for event in life.events if event["event"] == "attempt_resumed"}
+    went_on = _went_on(life)
     reloaded = life.restored is not None and life.restored.get("groups_buffered", 0) > 0
     buffered, tokens = (counts["buffered_groups"], counts["buffered_tokens"]) if reloaded else (0, 0)
     return StopCost(
@@ -103,14 +110,20 @@ def _cost(history: History, number: int, lost_from: dict[str, float]) -> StopCos
         down_s=max(life.started_at - stopped_at, 0.0),
         to_first_dispatch_s=_to_first_dispatch(life),
         lost_s=max(stopped_at - cut_time, 0.0),
-        thrown_away_s=sum(cut_time - began for rollout, began in running.items() if rollout not in went_on),
+        thrown_away_s=sum(
+            cut_time - attempt.began
+            for rollout, attempt in running.items()
+            if (rollout, attempt.attempt) not in went_on
+        ),
         groups_reused=buffered,
         groups_unfinished=counts["ledger_groups"],
         siblings_reused=counts["reusable_siblings"],
         siblings_resumed=resumed,
         turns_kept=restored["turns_kept"],
+        calls_continued=restored["calls_continued"],
+        tokens_continued=restored["tokens_continued"],
         siblings_rerun=counts["running_attempts"] - resumed + counts["sealed_siblings"] - counts["reusable_siblings"],
-        tokens_kept=tokens + counts["reusable_tokens"],
+        tokens_kept=tokens + counts["reusable_tokens"] + restored["tokens_continued"],
         tokens_lost=sum(sealed),
         steps_replayed=restored["steps_to_replay"],
         steps_lost=_steps_lost(lost, restored["step"]),
@@ -142,8 +155,19 @@ def _restored_counts(life: Life, target: Manifest | None) -> dict[str, int]:
     """What the restore itself has recorded; the manifest tells the step to readers of traces that lack it."""
     told = {} if life.restored is None else life.restored
     step = 0 if target is None else target.step
-    counted = {name: int(told.get(name, 0)) for name in ("steps_to_replay", "siblings_resumed", "turns_kept")}
-    return {"step": int(told.get("step", step)), **counted}
+    names = ("steps_to_replay", "siblings_resumed", "turns_kept", "calls_continued", "tokens_continued")
+    return {"step": int(told.get("step", step)), **{name: int(told.get(name, 0)) for name in names}}
+
+
+def _went_on(life: Life) -> set[tuple[str, int]]:
+    """Rollouts and attempts that a life did not begin anew: they had finished turns, or tokens that were continued."""
+    resumed = [event for event in life.events if event["event"] == "attempt_resumed"]
+    discarded = {_attempt_of(event) for event in life.events if event["event"] == "prefix_discarded"}
+    return {_attempt_of(event) for event in resumed if int(event["turns"]) or _attempt_of(event) not in discarded}
+
+
+def _attempt_of(event: Event) -> tuple[str, int]:
+    return event["rollout_id"], int(event["attempt"])
 
 
 def _to_first_dispatch(life: Life) -> float | None:

@@ -110,7 +110,7 @@ EVENTS: Mapping[str, EventType] = {
         "The generator of a running attempt failed; it goes on with the finished turns and `tokens` that are known of "
         "it.",
         ("rollout_id", "attempt", "reason", "tokens"),
-        ("message",),
+        ("message", "turns"),
     ),
     "prefix_discarded": EventType(
         "A generator could not continue these tokens of a model call, and samples the call anew.",

@@ -13,6 +13,17 @@ LOST_PROGRESS = (
     "How much later the siblings that ran at a stop were sealed than in a run that was never stopped, less how far the "
     "two runs were apart before it."
 )
+INTERRUPTIONS = (
+    "At recovery level `prefix`. Tokens that were discarded are sampled anew; so are those of a call that can't be "
+    "read, if it is cut off."
+)
+_INTERRUPTIONS = {
+    "attempt_interrupted": "interrupted by a generator's failure, tokens known",
+    "attempt_resumed": "continued, after a restart or an interruption",
+    "prefix_discarded": "discarded by the generator that was to continue them",
+    "call_unreadable": "not readable",
+    "peek_failed": "generators that did not tell their calls",
+}
 STAGE_NAMES: Mapping[str, str] = {
     "queue_s": "queue",
     "generation_s": "generation",
@@ -58,6 +69,7 @@ def report_tables(report: RunReport, audit: Mapping[str, object]) -> list[Report
             _lost(report),
             LOST_PROGRESS,
         ),
+        ReportTable("interruptions", "Model calls that were cut off", _interruptions(report), INTERRUPTIONS),
         ReportTable("snapshots", "Snapshot attempts", _snapshots(report)),
         ReportTable("audit", "Exactly-once audit", [{"fact": name, "value": value} for name, value in audit.items()]),
     ]
@@ -157,6 +169,18 @@ def _lost(report: RunReport) -> list[dict[str, Any]]:
     return _renamed(report.lost_progress.to_dicts(), names)
 
 
+def _interruptions(report: RunReport) -> list[dict[str, Any]]:
+    return [
+        {
+            "what": _INTERRUPTIONS[row["kind"]],
+            "times": row["times"],
+            "tokens": _rounded(row["tokens"]),
+            "newest reason": _rounded(row["reason"]),
+        }
+        for row in report.interruptions.to_dicts()
+    ]
+
+
 def _snapshots(report: RunReport) -> list[dict[str, Any]]:
     names = {
         "outcome": "outcome",
@@ -165,6 +189,7 @@ def _snapshots(report: RunReport) -> list[dict[str, Any]]:
         "cut_ms_median": "cut, median ms",
         "cut_ms_most": "cut, most ms",
         "barrier_wait_ms_median": "barrier wait, median ms",
+        **({"peek_ms_median": "look at calls, median ms"} if report.snapshots["peek_ms"].count() else {}),
         "write_s_median": "write, median s",
         "write_s_most": "write, most s",
     }

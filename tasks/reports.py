@@ -154,11 +154,14 @@ def plan_against_actual(selected: Report, links: Mapping[str, Report]) -> list[t
     """What the chosen bundle's manifest promises to give back, and what the links say they restored."""
     counts, buffer, ledger = selected["counts"], links.get("replay_buffer", {}), links.get("ledger", {})
     reusable = counts.get("reusable_siblings", 0)
+    again = ledger.get("siblings_rerun", 0) + ledger.get("siblings_resumed", 0)
     return [
         ("finished groups, reused", counts.get("buffered_groups", 0), buffer.get("groups", 0)),
         ("unfinished groups, continued", counts.get("ledger_groups", 0), ledger.get("groups_unfinished", 0)),
         ("sealed siblings, reused", reusable, ledger.get("siblings_reused", 0)),
-        ("siblings, run again", counts.get("siblings", 0) - reusable, ledger.get("siblings_rerun", 0)),
+        ("siblings, run again or resumed", counts.get("siblings", 0) - reusable, again),
+        ("model calls, continued", counts.get("partial_calls", 0), ledger.get("calls_continued", 0)),
+        ("tokens of these calls, kept", counts.get("partial_tokens", 0), ledger.get("tokens_continued", 0)),
         ("tokens of sealed siblings, kept", counts.get("reusable_tokens", 0), ledger.get("tokens_kept", 0)),
         ("spare prompts", counts.get("spare_prompts", 0), links.get("spare_prompts", {}).get("spares", 0)),
     ]

@@ -1,12 +1,13 @@
 """Runs one prompt group to its end: dispatch, seal each sibling, retry what failed, finalize, or give up.
 
 dispatched --result--> sealed
-           --failure, the tokens of its call are known (level `prefix`)--> resumed, the same attempt
+           --failure, its turns and tokens are known (level `prefix`)--> resumed, the same attempt
            --any other failure--> abandoned, the next attempt
 """
 
 import asyncio
 import contextlib
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
@@ -30,8 +31,19 @@ from gpu_workers.controller.recovery_ledger import StagedTurn
 from gpu_workers.controller.rollout_deadlines import RolloutDeadlines
 from gpu_workers.environments.ports import EpisodeId
 from storage.errors import BrokenInvariant, InfrastructureFailure, WorkerDied
-from storage.records import AttemptStatus, GroupStatus, LedgerGroup, Prompt, RowKind, SealedSibling, Sibling, rollout_id
+from storage.records import (
+    AttemptStatus,
+    EpisodeRecord,
+    GroupStatus,
+    LedgerGroup,
+    Prompt,
+    RowKind,
+    SealedSibling,
+    Sibling,
+    rollout_id,
+)
 
+_RESTART_ONLY = "restart_only"  # the mode of environments whose state can't come back
 _REFUSED_PAUSE_S = 0.05  # an environment that stays closed, until its lease ends, is not asked without pause
 
 
@@ -126,23 +138,25 @@ class GroupRunner:
         asked = tuple(self._order_of(group_id, sibling) for sibling in running)
         for sibling, sent in zip(running, asked, strict=True):
             self._record_start(group_id, sibling, sent, prompt)
-        order = GroupOrder(group_id, prompt, asked, self._environment.instance_of(group_id))
-        message, broken = await self._listen(order, prompt)
+        keeps = self._parts.ledger.group(group_id).level.keeps_tokens
+        order = GroupOrder(group_id, prompt, asked, self._environment.instance_of(group_id), keeps)
+        ending = await self._listen(order, prompt)
+        message = ending.last_failure
         for sent in asked:
             if self._is_running(group_id, sent.generation_index, sent.attempt):
-                message = broken
-                await self._fail(group_id, sent.generation_index, broken)
+                message = ending.reason
+                await self._fail(group_id, sent, ending.reason, innocent=ending.innocent)
         if any(self._was_refused(group_id, order) for order in asked):
             await asyncio.sleep(_REFUSED_PAUSE_S)
         return message
 
-    async def _listen(self, order: GroupOrder, prompt: Prompt) -> tuple[str, str]:
-        """Take what the generator says of a group, to its end: the last failure, and why siblings have no result.
+    async def _listen(self, order: GroupOrder, prompt: Prompt) -> "_Ending":
+        """Take what the generator says of a group, to its end.
 
-        The tokens of those are asked for before whatever is left of them is ended.
+        The tokens of siblings without a result are asked for before whatever is left of them is ended.
         """
         message, broken = "", "the generator ended the group without a result for this sibling"
-        timed_out, timeout_s = False, self._parts.config.async_rl.rollout_timeout_s
+        timed_out, died, timeout_s = False, False, self._parts.config.async_rl.rollout_timeout_s
         try:
             async with (
                 self._deadlines.of(timeout_s),
@@ -150,19 +164,19 @@ class GroupRunner:
                 contextlib.aclosing(self._generator.generate(order)) as results,
             ):
                 async for result in results:
-                    message = await self._take(order.group_id, result, prompt) or message
+                    message = await self._take(order, result, prompt) or message
         except TimeoutError:
             timed_out, broken = True, f"no result within async_rl.rollout_timeout_s {timeout_s}"
         except InfrastructureFailure as failure:
-            broken = str(failure)
-            if isinstance(failure, WorkerDied):
+            broken, died = str(failure), isinstance(failure, WorkerDied)
+            if died:
                 self._saw_worker_die.add(order.group_id)
         if any(self._is_running(order.group_id, sent.generation_index, sent.attempt) for sent in order.siblings):
             await self._look_once_more(order.group_id)
         if timed_out:
             with contextlib.suppress(InfrastructureFailure):
                 await self._generator.abort(order.group_id)
-        return message, broken
+        return _Ending(message, broken, innocent=timed_out or died)
 
     def _order_of(self, group_id: str, sibling: Sibling) -> SiblingOrder:
         rollout = rollout_id(group_id, sibling.generation_index)
@@ -173,23 +187,30 @@ class GroupRunner:
             (last,) = self._parts.rows.rows([kept[-1].key])
             columns = (last.batch.column(name)[last.index].as_py() for name in ("prompt_token_ids", "token_ids"))
             history = tuple(token for tokens in columns for token in tokens)
-        index, attempt = sibling.generation_index, sibling.attempt
-        return SiblingOrder(index, attempt, sibling.environment_attempt, len(kept), history, partial)
+        return SiblingOrder(
+            sibling.generation_index,
+            sibling.attempt,
+            sibling.environment_attempt,
+            turns=len(kept),
+            history=history,
+            partial=partial,
+            episode=kept[-1].episode if kept else None,
+        )
 
     async def _look_once_more(self, group_id: str) -> None:
         """Before an attempt ends without a result: the tokens that it has are kept."""
         if self._parts.ledger.group(group_id).level.keeps_tokens:
             await self._peeker.look()
 
-    async def _take(self, group_id: str, result: RolloutResult, prompt: Prompt) -> str:
+    async def _take(self, order: GroupOrder, result: RolloutResult, prompt: Prompt) -> str:
         """Whatever a generator reports. Returns the message of a failure."""
         match result:
             case TurnResult():
-                await self._stage(group_id, result)
+                await self._stage(order.group_id, result)
             case DiscardedPartial():
-                await self._forget_tokens(group_id, result)
+                await self._forget_tokens(order.group_id, result)
             case SiblingResult():
-                return await self._receive(group_id, result, prompt)
+                return await self._receive(order, result, prompt)
         return ""
 
     async def _forget_tokens(self, group_id: str, discarded: DiscardedPartial) -> None:
@@ -206,12 +227,12 @@ class GroupRunner:
             return
         async with self._parts.barrier.mutation("stage") as mutation:
             self._parts.rows.put(mutation, RowKind.STAGED_CALL, result.calls)
-            for turn in _turns_of(result.calls):
+            for turn in _turns_of(result.calls, result.episode):
                 self._parts.ledger.stage(mutation, group_id, result.generation_index, turn)
 
-    async def _receive(self, group_id: str, result: SiblingResult, prompt: Prompt) -> str:
+    async def _receive(self, order: GroupOrder, result: SiblingResult, prompt: Prompt) -> str:
         """Seal a sibling or count its failure. Results of attempts that are no longer owed are ignored."""
-        index = result.generation_index
+        group_id, index = order.group_id, result.generation_index
         if not self._is_owed(group_id, index, result.attempt):
             return ""
         if result.failure is not None and result.failure.refused:
@@ -220,7 +241,8 @@ class GroupRunner:
         if result.failure is not None and result.failure.infrastructure:
             await self._look_once_more(group_id)
             if self._is_running(group_id, index, result.attempt):  # it may have been discarded meanwhile
-                await self._fail(group_id, index, result.failure.message)
+                (sent,) = (sent for sent in order.siblings if sent.generation_index == index)
+                await self._fail(group_id, sent, result.failure.message, innocent=False)
             return result.failure.message
         if result.failure is not None:
             await self._abandon(group_id, index, result.failure.message, infrastructure=False)
@@ -278,20 +300,31 @@ class GroupRunner:
         partial = self._parts.partial_calls.of(rollout, attempt=attempt, turn=turn)
         return 0 if partial is None else len(partial.sampled)
 
-    async def _fail(self, group_id: str, generation_index: int, message: str) -> None:
-        """Whatever ran an attempt failed. It goes on from the tokens of its call where they are known; finished turns
-        are lost with the environment that had them.
+    async def _fail(self, group_id: str, sent: SiblingOrder, message: str, *, innocent: bool) -> None:
+        """Whatever ran an attempt failed. It goes on from the turns and tokens that are known of it; from its beginning
+        where there are none, or where it got no further than the last time and may be to blame (not `innocent`).
         """
-        rollout, ledger = rollout_id(group_id, generation_index), self._parts.ledger
-        tokens = 0 if ledger.staged(rollout) else self._tokens_of(group_id, generation_index)
-        if not tokens:
-            return await self._abandon(group_id, generation_index, message, infrastructure=True)
-        failed = ledger.group(group_id).siblings[generation_index]
+        index = sent.generation_index
+        rollout, ledger = rollout_id(group_id, index), self._parts.ledger
+        turns, tokens = self._turns_to_keep(group_id, rollout), self._tokens_of(group_id, index)
+        had = (sent.turns, 0 if sent.partial is None else len(sent.partial.sampled))
+        if turns is None or not (turns or tokens) or not (innocent or (turns, tokens) > had):
+            return await self._abandon(group_id, index, message, infrastructure=True)
+        failed = ledger.group(group_id).siblings[index]
         async with self._parts.barrier.mutation("interrupt") as mutation:
-            ledger.interrupt(mutation, group_id, generation_index)
-        facts = {"rollout_id": rollout, "attempt": failed.attempt, "tokens": tokens}
+            ledger.interrupt(mutation, group_id, index)
+        facts = {"rollout_id": rollout, "attempt": failed.attempt, "turns": turns, "tokens": tokens}
         self._parts.trace.record("attempt_interrupted", **facts, reason="infrastructure", message=message[:500])
         return await self._environment.retire([EpisodeId(rollout, failed.environment_attempt)])
+
+    def _turns_to_keep(self, group_id: str, rollout: str) -> int | None:
+        """Finished turns behind which another environment can take the episode over; None when none can."""
+        staged = self._parts.ledger.staged(rollout)
+        if not self._parts.ledger.group(group_id).level.keeps_tokens:
+            return None
+        episode = staged[-1].episode if staged else None
+        lost = staged and (episode is None or episode.mode == _RESTART_ONLY)
+        return None if lost else len(staged)
 
     async def _abandon(self, group_id: str, generation_index: int, message: str, *, infrastructure: bool) -> None:
         rollout, ledger = rollout_id(group_id, generation_index), self._parts.ledger
@@ -330,7 +363,20 @@ class GroupRunner:
         )
 
 
-def _turns_of(calls: pa.RecordBatch) -> list[StagedTurn]:
-    """The turns that captured calls are, in their order."""
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    """How a generator's work on a group ended: the last failure that it told of, and why siblings have no result.
+
+    `innocent`: that is not their fault, whatever they got to.
+    """
+
+    last_failure: str
+    reason: str
+    innocent: bool
+
+
+def _turns_of(calls: pa.RecordBatch, episode: EpisodeRecord | None = None) -> list[StagedTurn]:
+    """The turns that captured calls are, in their order; `episode`: how it stands behind the last of them."""
     columns = (calls.column(name).to_pylist() for name in ("row_id", "digest", "token_ids"))
-    return [StagedTurn(key, digest, len(tokens)) for key, digest, tokens in zip(*columns, strict=True)]
+    turns = [StagedTurn(key, digest, len(tokens)) for key, digest, tokens in zip(*columns, strict=True)]
+    return [*turns[:-1], replace(turns[-1], episode=episode)]

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from storage.records import CallSampling, Prompt
+from storage.records import CallSampling, EpisodeRecord, Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,8 @@ class SiblingOrder:
 
     `environment_attempt` is what its environment calls this execution, `turns` how many finished turns it goes on from,
     and `history` the tokens of those: everything that was asked and sampled up to the last of them. `partial`: what
-    there is of the call of the turn after those.
+    there is of the call of the turn after those. `episode`: how it stood behind them, for an environment that does not
+    have it any more.
     """
 
     generation_index: int
@@ -58,19 +59,22 @@ class SiblingOrder:
     turns: int = 0
     history: tuple[int, ...] = ()
     partial: PartialCompletion | None = field(default=None, compare=False)
+    episode: EpisodeRecord | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupOrder:
     """The unsealed siblings of one group, dispatched together to one generator.
 
-    `instance`: the environment that holds restored episodes of it, if one does.
+    `instance`: the environment that holds restored episodes of it, if one does. `keeps_running`: its running attempts
+    are to survive their generator, so that each finished turn is reported with its episode.
     """
 
     group_id: str
     prompt: Prompt
     siblings: tuple[SiblingOrder, ...]
     instance: str | None = None
+    keeps_running: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +109,15 @@ class SiblingResult:
 
 @dataclass(frozen=True, slots=True)
 class TurnResult:
-    """A finished turn of a running attempt: its captured call, one row of `storage.schemas.STAGED_CALLS`."""
+    """A finished turn of a running attempt: its captured call, one row of `storage.schemas.STAGED_CALLS`.
+
+    `episode`: how it stands behind this turn, where the order asks for it.
+    """
 
     generation_index: int
     attempt: int
     calls: pa.RecordBatch
+    episode: EpisodeRecord | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ Records are immutable and replaced on every change, so a capture is a copy of re
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from gpu_workers.controller.barrier import Cut, Mutation
 from storage.errors import BrokenInvariant, FinalizationUnknown
@@ -31,11 +31,15 @@ _RUNNING = (AttemptStatus.DISPATCHED, AttemptStatus.RESUMED)
 
 @dataclass(frozen=True, slots=True)
 class StagedTurn:
-    """The captured call of a finished turn whose sibling still runs: its key in the data plane, digest and tokens."""
+    """The captured call of a finished turn whose sibling still runs: its key in the data plane, digest and tokens.
+
+    `episode`: how the environment stood behind the turn, where that is known; only the newest turn's is kept.
+    """
 
     key: str
     digest: str
     num_tokens: int
+    episode: EpisodeRecord | None = field(default=None, repr=False)
 
 
 class RecoveryLedger:
@@ -160,7 +164,10 @@ class RecoveryLedger:
         if self.group(group_id).siblings[generation_index].sealed is not None:
             raise BrokenInvariant(f"sealed sibling {group_id}_g{generation_index} has finished turn {turn.key}")
         rollout = rollout_id(group_id, generation_index)
-        self._staged[rollout] = (*self.staged(rollout), turn)
+        before = self.staged(rollout)
+        if before:
+            before = (*before[:-1], replace(before[-1], episode=None))
+        self._staged[rollout] = (*before, turn)
 
     def refuse(
         self, mutation: Mutation, group_id: str, generation_index: int, *, keeps_tokens: bool = False

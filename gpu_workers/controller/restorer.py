@@ -9,7 +9,7 @@ ones. Nothing on disk is changed, and nothing runs until the controller starts i
 import asyncio
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from gpu_workers.controller.environment_checkpoint import EnvironmentCheckpoint
@@ -311,10 +311,11 @@ def _state(bundle: RestoredBundle | None) -> RolloutState:
 def _staged_turns(episode: EpisodeRecord, rows: Mapping[str, RowHandle]) -> tuple[StagedTurn, ...]:
     handles = [rows[key] for key in episode.calls]
     lengths = [len(handle.batch.column("token_ids")[handle.index]) for handle in handles]
-    return tuple(
+    turns = [
         StagedTurn(key, handle.digest, length)
         for key, handle, length in zip(episode.calls, handles, lengths, strict=True)
-    )
+    ]
+    return (*turns[:-1], replace(turns[-1], episode=episode))
 
 
 def _goes_on(call: PartialCall, resumed: Mapping[str, EpisodeRecord], saved: Sequence[EpisodeRecord]) -> bool:

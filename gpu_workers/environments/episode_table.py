@@ -72,8 +72,13 @@ class EpisodeTable:
             raise EnvironmentRefusal(
                 "environment_closed", f"'{self.instance}' is closed for a checkpoint; open {episode} once it is open"
             )
-        if episode in self._episodes:
-            return self._continued(self._episodes[episode], task)
+        known = self._episodes.get(episode)
+        if known is None and task.saved is not None:
+            known = self._reopened(episode, task, task.saved)
+        if known is not None:
+            boundary = self._continued(known, task)
+            self._episodes[episode] = known
+            return boundary
         if generation_index_of(episode.rollout_id) != task.generation_index:
             raise EnvironmentRefusal(
                 "rollout_id_required", f"episode {episode} was given the generation index {task.generation_index}"
@@ -305,6 +310,13 @@ class EpisodeTable:
             deadline_at=self._open_clock() + record.deadline_left_s,
             parked_before_s=self._parked_total_s() - record.parked_s,
         )
+
+    def _reopened(self, episode: EpisodeId, task: EpisodeTask, saved: EpisodeRecord) -> _Episode:
+        """One whose earlier attempt was lost with whoever had it; it gets its whole time again."""
+        if saved.rollout_id != episode.rollout_id:
+            raise invalid(saved, f"was given to open episode {episode}")
+        before = replace(saved, attempt=episode.attempt - 1, deadline_left_s=task.deadline_s, parked_s=0.0)
+        return self._restored(before)
 
     def _environment(self, name: str) -> Environment:
         if name not in self._environments:

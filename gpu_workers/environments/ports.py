@@ -29,13 +29,17 @@ class EpisodeId:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeTask:
-    """What an episode is opened with. `task_json` is a JSON object; `seed` is that of the prompt."""
+    """What an episode is opened with. `task_json` is a JSON object; `seed` is that of the prompt.
+
+    `saved`: an earlier attempt at a turn boundary, from which the episode goes on where nobody has it.
+    """
 
     environment: str
     task_json: str
     seed: int
     generation_index: int
     deadline_s: float
+    saved: EpisodeRecord | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,7 @@ class Episodes(Protocol):
     """
 
     async def open(self, episode: EpisodeId, task: EpisodeTask) -> Boundary:
-        """Start an episode, or continue one that was restored under this id.
+        """Start an episode, or continue one that was restored under this id, or is saved in `task`.
 
         Refused: `environment_closed`, `stale_attempt` (at or below a retired one), `unknown_environment`.
         """

@@ -84,7 +84,8 @@ class EpisodeRunner:
             boundary = await episodes.step(
                 episode, boundary.turn, action, _reference(episode, sibling, boundary.turn, completion)
             )
-            report(TurnResult(sibling.generation_index, sibling.attempt, call))
+            saved = boundary.record if order.keeps_running else None
+            report(TurnResult(sibling.generation_index, sibling.attempt, call, saved))
         return SiblingResult(
             sibling.generation_index,
             sibling.attempt,
@@ -101,6 +102,7 @@ class EpisodeRunner:
             seed=fields["seed"],
             generation_index=sibling.generation_index,
             deadline_s=self._config.async_rl.rollout_timeout_s,
+            saved=sibling.episode,
         )
 
     def _goes_on(self, boundary: Boundary, history: tuple[int, ...]) -> bool:

@@ -11,10 +11,11 @@ import pyarrow as pa
 from gpu_workers.controller.ports import DiscardedPartial, Failure, RolloutResult, SiblingResult, TurnResult
 from gpu_workers.generation.running_calls import Finished
 from storage.errors import InfrastructureFailure
+from storage.records import EpisodeRecord
 from storage.schemas import STAGED_CALLS
 
 _Packed = tuple[int, int, bytes | None, float, bool, tuple[bool, str, bool] | None, tuple[float, float]]
-_PackedTurn = tuple[int, int, bytes]
+_PackedTurn = tuple[int, int, bytes, EpisodeRecord | None, None]  # the last one tells it from a discard
 _PackedDiscard = tuple[int, int, int, str]
 _AnyPacked = _Packed | _PackedTurn | _PackedDiscard
 
@@ -41,7 +42,8 @@ def unpack(message: Message) -> list[Finished[RolloutResult]]:
 
 def _pack(result: RolloutResult | Exception) -> _AnyPacked | str:
     if isinstance(result, TurnResult):
-        return (result.generation_index, result.attempt, result.calls.serialize().to_pybytes())
+        calls = result.calls.serialize().to_pybytes()
+        return (result.generation_index, result.attempt, calls, result.episode, None)
     if isinstance(result, DiscardedPartial):
         return (result.generation_index, result.attempt, result.tokens, result.reason)
     if isinstance(result, Exception):
@@ -57,9 +59,9 @@ def _pack(result: RolloutResult | Exception) -> _AnyPacked | str:
 
 
 def _unpack(packed: _AnyPacked) -> RolloutResult:
-    if len(packed) == 3:
-        generation_index, attempt, turn = packed
-        return TurnResult(generation_index, attempt, _calls(turn))
+    if len(packed) == 5:
+        generation_index, attempt, turn, episode, _ = packed
+        return TurnResult(generation_index, attempt, _calls(turn), episode)
     if len(packed) == 4:
         return DiscardedPartial(*packed)
     generation_index, attempt, calls, reward, masked, failure, (generation_s, environment_s) = packed

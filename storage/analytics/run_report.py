@@ -9,6 +9,7 @@ from typing import Any
 import polars as pl
 
 from storage.analytics.group_time import stage_seconds, stage_seconds_by_step
+from storage.analytics.interruptions import interruptions
 from storage.analytics.journeys import follow
 from storage.analytics.lives import Log, lives_of
 from storage.analytics.lost_progress import lost_progress
@@ -42,6 +43,7 @@ class RunReport:
     snapshots: pl.DataFrame
     snapshot_summary: pl.DataFrame
     parked: pl.DataFrame
+    interruptions: pl.DataFrame
 
     def tables(self) -> dict[str, list[dict[str, Any]]]:
         """Every table as plain rows, by its name."""
@@ -86,6 +88,7 @@ def report_of(trace: pl.LazyFrame, logs: Mapping[str, Log], run: str, against: S
             "snapshots": snapshot_attempts(own),
             "snapshot_summary": snapshot_summary(own),
             "parked": parked(own),
+            "interruptions": interruptions(own),
         }
         tables = {name: table.filter(run=run).drop("run") for name, table in found.items()}
     return RunReport(run, tuple(against), **tables)

@@ -8,6 +8,7 @@ import polars as pl
 from storage.analytics.journeys import Journeys
 
 _SIBLING = ("prompt_id", "epoch", "generation_index")
+_ATTEMPT = ("rollout_id", "attempt")
 
 
 def stops(trace: pl.LazyFrame, lives: pl.DataFrame, journeys: Journeys) -> pl.DataFrame:
@@ -15,10 +16,10 @@ def stops(trace: pl.LazyFrame, lives: pl.DataFrame, journeys: Journeys) -> pl.Da
 
         down_s         start of this life - last event before it (0 where clocks contradict)
         lost_s         last event before it - the restored cut
-        running        attempts that ran at the cut and did not go on from their turns
-        thrown_away_s  sum over those of (cut_time - their last dispatch before it)
+        running        attempts that ran at the cut and did not go on from their turns or tokens
+        thrown_away_s  sum over those of (cut_time - when they began)
         redone         siblings that were sealed before the stop, and sealed again by this life
-        redone_s       sum over those of (seal - last dispatch) of the attempt of this life
+        redone_s       sum over those of (seal - begin) of the attempt in this life
         retrained      train steps of this life that had been trained before, `retrained_s` their seconds
 
     `stop` counts from 1. `cut_time` is that of the restored bundle, or the start of the run for a fresh start.
@@ -31,7 +32,7 @@ def stops(trace: pl.LazyFrame, lives: pl.DataFrame, journeys: Journeys) -> pl.Da
         (pl.col("started_at") - pl.col("stopped_at")).clip(0.0).alias("down_s"),
         (pl.col("stopped_at") - pl.col("cut_time")).clip(0.0).alias("lost_s"),
     )
-    for costs in (_thrown_away(lives, journeys), _redone(trace, lives, journeys), _retrained(trace, lives)):
+    for costs in (_thrown_away(trace, lives, journeys), _redone(trace, lives, journeys), _retrained(trace, lives)):
         facts = facts.join(costs, on=["run", "stop"], how="left")
     return facts.with_columns(pl.selectors.numeric().exclude("sequence").fill_null(0)).sort("run", "stop")
 
@@ -53,7 +54,7 @@ def _of_each_stop(
     return pl.concat(rows) if rows else pl.DataFrame(schema=nothing)
 
 
-def _thrown_away(lives: pl.DataFrame, journeys: Journeys) -> pl.DataFrame:
+def _thrown_away(trace: pl.LazyFrame, lives: pl.DataFrame, journeys: Journeys) -> pl.DataFrame:
     def of(life: Mapping[str, Any]) -> pl.LazyFrame:
         own, cut_time = journeys.attempts.filter(run=life["run"]), life["cut_time"]
         at_cut = own.filter(
@@ -61,11 +62,19 @@ def _thrown_away(lives: pl.DataFrame, journeys: Journeys) -> pl.DataFrame:
             pl.col("dispatched_at") <= cut_time,
             pl.col("ended_at").is_null() | (pl.col("ended_at") > cut_time),
         )
-        went_on = own.filter(pl.col("life") == life["life"], "resumed").select("rollout_id")
+        went_on = own.filter(pl.col("life") == life["life"], "resumed").select(_ATTEMPT)
+        kept = went_on.join(_sampled_anew(trace, life), on=_ATTEMPT, how="anti")
         seconds = (cut_time - pl.col("dispatched_at")).sum().alias("thrown_away_s")
-        return at_cut.join(went_on, on="rollout_id", how="anti").select(pl.len().alias("running"), seconds)
+        return at_cut.join(kept, on=_ATTEMPT, how="anti").select(pl.len().alias("running"), seconds)
 
     return _of_each_stop(lives, of, count="running", seconds="thrown_away_s")
+
+
+def _sampled_anew(trace: pl.LazyFrame, life: Mapping[str, Any]) -> pl.LazyFrame:
+    """Attempts of a life that had no finished turn and whose tokens could not be continued: nothing of them is left."""
+    own = trace.filter(run=life["run"], run_process=life["run_process"])
+    with_turns = own.filter(pl.col("event") == "attempt_resumed", pl.col("turns") > 0).select(_ATTEMPT)
+    return own.filter(event="prefix_discarded").select(_ATTEMPT).join(with_turns, on=_ATTEMPT, how="anti")
 
 
 def _redone(trace: pl.LazyFrame, lives: pl.DataFrame, journeys: Journeys) -> pl.DataFrame:

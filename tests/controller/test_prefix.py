@@ -166,12 +166,29 @@ async def test_an_interruption_counts_as_an_infrastructure_failure_of_the_siblin
     )
     world.boot()
     failure = Failure(infrastructure=True, message="the connection was reset")
-    world.generator.failures = {"e0-p0_g0": [failure] * 3}
-    world.generator.had = lambda rollout: 1
+    failures = world.generator.failures = {"e0-p0_g0": [failure] * 3}
+    world.generator.had = lambda rollout: 3 - len(failures["e0-p0_g0"])
     await world.restore(world.plan())
     await world.train(1, 3)
     assert [event["group_id"] for event in world.trace.of("prompt_dropped")] == ["e0-p0"]
     assert len(world.trace.of("attempt_interrupted")) == 3
+
+
+async def test_an_attempt_that_fails_again_where_it_went_on_begins_anew(worlds):
+    expected = await uninterrupted(worlds())
+    world = worlds()
+    world.boot()
+    world.generator.failures = {
+        "e0-p0_g0": [Failure(infrastructure=True, message="these tokens crash the sampler")] * 2
+    }
+    world.generator.had = lambda rollout: 2
+    await world.restore(world.plan())
+    await world.train(1, 3)
+    assert len(world.trace.of("attempt_interrupted")) == len(world.trace.of("attempt_abandoned")) == 1
+    starts = [e["event"] for _, trace in world.lives for e in trace.events if e.get("rollout_id") == "e0-p0_g0"]
+    assert starts[-2:] == ["attempt_dispatched", "attempt_sealed"]
+    assert trained_rows(world) == expected
+    assert not world.audit().problems
 
 
 async def test_a_failure_of_the_prompt_starts_a_new_attempt_without_the_tokens(worlds, data_failure):

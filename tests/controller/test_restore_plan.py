@@ -86,6 +86,23 @@ async def test_a_restore_comes_to_what_its_plan_says(make_world, level, kept):
     assert (plan.steps_to_replay, plan.steps_lost, plan.turns_kept) == (1, 1, 0)
 
 
+async def test_calls_in_their_middle_are_continued_as_the_plan_says(make_world):
+    world = make_world(rollout_recovery={"target_level": "prefix"}, async_rl={"max_lookahead_versions": 0})
+    world.boot()
+    world.generator.held = lambda group_id, index: True
+    world.generator.had = lambda rollout: 2
+    await world.restore(world.plan())
+    await world.settle(lambda: len(world.generator.orders) == 4 and len(world.generator.calls) >= 4)
+    await world.snapshot(1)
+    await world.kill()
+    bundle, plan, outcome = await _restored(world, (1, 2))
+    assert _countable(plan) == _countable(outcome.figures)
+    calls = len(bundle.state.partial_calls)
+    assert (plan.calls_continued, plan.tokens_continued, plan.tokens_kept) == (calls, 2 * calls, 2 * calls)
+    assert plan.siblings_resumed == calls > 0
+    assert outcome.figures.tokens_to_generate == _sampled(world) - plan.tokens_continued
+
+
 @pytest.fixture
 def players(make_world, monkeypatch):
     """Worlds whose rollouts are episodes of several turns."""

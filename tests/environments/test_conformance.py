@@ -126,6 +126,22 @@ async def test_a_restored_episode_goes_on_as_the_uninterrupted_one(world: World)
     assert got.done
 
 
+async def test_an_episode_that_nobody_has_any_more_is_opened_from_its_last_boundary(world: World) -> None:
+    await world.episodes.open(ONE, SUM)
+    saved = (await world.episodes.step(ONE, 0, "1", call(0))).record
+    straight = [await world.episodes.step(ONE, turn, "4", call(turn)) for turn in range(1, 5)]
+    await world.control.retire([ONE])
+    again, from_saved = EpisodeId(ONE.rollout_id, 1), replace(SUM, saved=saved)
+    assert await refused(world.episodes.open(ONE, from_saved)) == "stale_attempt"
+    assert await refused(world.episodes.open(again, replace(from_saved, seed=8))) == "invalid_checkpoint_state"
+    assert await refused(world.episodes.step(again, 1, "4", call(1))) == "unknown_episode"
+    assert (await world.episodes.open(again, from_saved)).turn == 1
+    got = [await world.episodes.step(again, turn, "4", call(turn)) for turn in range(1, 5)]
+    seen = [[(b.observation, b.done, b.record.rewards, b.record.state_json) for b in each] for each in (got, straight)]
+    assert seen[0] == seen[1]
+    assert (await world.episodes.open(again, from_saved)).turn == 5  # it is there now, and has got further
+
+
 async def test_the_last_turn_taken_again_is_applied_once_and_another_one_is_refused(world: World) -> None:
     await world.episodes.open(ONE, SUM)
     first = await world.episodes.step(ONE, 0, "1", call(0))

@@ -10,6 +10,7 @@ import pytest
 from flows.cli import FAILURE, MISTAKE, main
 
 STORE = Path(__file__).resolve().parents[1] / "storage/formats/version-1"
+WITH_CALLS = STORE.parent / "version-3"
 Run = Callable[..., tuple[int, str]]
 
 
@@ -44,6 +45,7 @@ def _content(folder: Path) -> dict[str, bytes]:
         ("prune", "demo"),
         ("query", "demo", "SELECT * FROM rows"),
         ("query", "demo", "SELECT * FROM groups"),
+        ("query", "demo", "SELECT count(*) AS calls FROM calls"),
         ("query", "demo", "SELECT * FROM trace"),
         ("query", "demo", "SELECT * FROM snapshots"),
     ],
@@ -80,7 +82,27 @@ def test_a_difference_tells_what_happened_between_two_bundles(midflight: Run) ->
     assert (back["trained"], len(back["absent"])) == ([], 4)
 
 
-def test_sql_answers_from_all_four_frames(midflight: Run) -> None:
+def test_running_calls_are_shown_listed_compared_and_asked_for(midflight: Run, tmp_path: Path) -> None:
+    store = shutil.copytree(WITH_CALLS, tmp_path / "with-calls")
+
+    def ask(*arguments: str) -> str:
+        code, shown = midflight(*arguments, "--store", str(store))
+        assert code == 0
+        return shown
+
+    counts = json.loads(ask("show", "demo", "2", "--json"))["counts"]
+    assert (counts["partial_calls"], counts["partial_tokens"]) == (1, 5)
+    assert "partial tokens" in ask("show", "demo", "2")
+    assert json.loads(ask("diff", "demo/1", "demo/2", "--json"))["counts"]["partial_tokens"] == [0, 5]
+    (call,) = json.loads(ask("query", "demo", "SELECT * FROM calls", "--json"))
+    assert (call["call"], call["num_tokens"], call["num_rows"]) == ("e0-p12_g1/a0/t0", 5, 2)
+    assert (call["sampling"], call["finish_reason"]) == ("counter", "")
+    joined = "SELECT g.level, r.kind FROM calls c JOIN rows r ON r.rollout_id = c.rollout_id JOIN groups g"
+    found = json.loads(ask("query", "demo", f"{joined} ON g.group_id = c.group_id", "--json"))
+    assert found == [{"level": "prefix", "kind": "partial_tokens"}] * 2
+
+
+def test_sql_answers_from_all_frames(midflight: Run) -> None:
     joined = "SELECT g.owner, count(*) AS n FROM groups g JOIN rows r ON r.group_id = g.group_id GROUP BY g.owner"
     found = json.loads(midflight("query", "demo", f"{joined} ORDER BY g.owner", "--json")[1])
     assert [(line["owner"], line["n"]) for line in found] == [("ledger", 2), ("replay_buffer", 4), ("trained", 2)]

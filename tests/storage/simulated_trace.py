@@ -27,6 +27,7 @@ class Group:
     version_tokens: list[list[int]] = field(default_factory=list)
     attempts: dict[int, int] = field(default_factory=dict)
     running: dict[int, float] = field(default_factory=dict)
+    interrupted: set[int] = field(default_factory=set)
     sealed: set[int] = field(default_factory=set)
 
     @property
@@ -128,13 +129,15 @@ class SimulatedRun:
             self._train(batch, replayed=True)
         for group in state.in_flight:
             self._record("redispatched", group_id=group.group_id, siblings=[])
-            running, group.running = dict(group.running), {}
+            running, group.running, group.interrupted = dict(group.running), {}, set()
             for index, began in running.items():
-                if self._random.random() < 0.3:
-                    self._dispatch(group, index, resumed=True)
-                    continue
-                thrown += cut_time - began
-                group.attempts[index] += 1
+                kept = self._random.choice(["nothing", "nothing", "turns", "tokens", "discarded"])
+                if kept in ("nothing", "discarded"):
+                    thrown += cut_time - began
+                if kept == "nothing":
+                    group.attempts[index] += 1
+                else:
+                    self._resume(group, index, kept)
             if self._random.random() < 0.6:  # sealed siblings of a lower level are run again
                 group.attempts.update({index: group.attempts[index] + 1 for index in group.sealed})
                 group.sealed.clear()
@@ -168,11 +171,19 @@ class SimulatedRun:
         self._record("group_admitted", group_id=group.group_id, target_step=None, start_version=self._state.step)
         self._state.in_flight.append(group)
 
-    def _dispatch(self, group: Group, index: int, *, resumed: bool = False) -> None:
-        facts = {"turns": 1, "environment_attempt": 1} if resumed else {}
-        name = "attempt_resumed" if resumed else "attempt_dispatched"
-        group.running[index] = self._record(name, **self._sibling(group, index), **facts)
+    def _dispatch(self, group: Group, index: int) -> None:
+        group.running[index] = self._record("attempt_dispatched", **self._sibling(group, index))
         group.dispatched_at = group.dispatched_at or self._clock
+
+    def _resume(self, group: Group, index: int, kept: str) -> None:
+        """Go on from finished turns, from tokens, or from tokens that the generator cannot continue."""
+        facts = {"turns": int(kept == "turns"), "tokens": 3, "environment_attempt": 1}
+        t = self._record("attempt_resumed", **self._sibling(group, index), **facts)
+        group.running.setdefault(index, t)
+        group.dispatched_at = group.dispatched_at or self._clock
+        if kept == "discarded":
+            about = {"rollout_id": f"{group.group_id}_g{index}", "attempt": group.attempts[index]}
+            self._record("prefix_discarded", **about, tokens=3, reason="sampling")
 
     def _sibling(self, group: Group, index: int) -> dict[str, Any]:
         attempt = group.attempts.setdefault(index, 0)
@@ -185,12 +196,23 @@ class SimulatedRun:
         if waiting:
             self._dispatch(group, waiting[0])
             return
+        if group.interrupted:
+            self._resume(group, group.interrupted.pop(), "tokens")
+            return
         if group.running:
-            index = self._random.choice(sorted(group.running))
-            if self._random.random() < 0.2:
-                rollout = f"{group.group_id}_g{index}"
-                self._record("attempt_abandoned", rollout_id=rollout, attempt=group.attempts[index], reason="data")
+            index, draw = self._random.choice(sorted(group.running)), self._random.random()
+            about = {"rollout_id": f"{group.group_id}_g{index}", "attempt": group.attempts[index]}
+            if draw < 0.2:
+                self._record("attempt_abandoned", **about, reason="data")
                 group.attempts[index] += 1
+                del group.running[index]
+                return
+            if draw < 0.3:
+                self._record("attempt_interrupted", **about, reason="infrastructure", tokens=3)
+                group.interrupted.add(index)
+                return
+            if draw < 0.35:
+                self._record("attempt_refused", **about, message="closed")
                 del group.running[index]
                 return
             self._seal(group, index)

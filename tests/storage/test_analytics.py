@@ -10,6 +10,7 @@ import polars as pl
 import pytest
 
 from storage.analytics.group_time import STAGES, group_time, stage_seconds
+from storage.analytics.interruptions import interruptions
 from storage.analytics.journeys import Journeys, follow
 from storage.analytics.lives import lives_of
 from storage.analytics.lost_progress import lost_progress
@@ -18,8 +19,10 @@ from storage.analytics.steps import staleness, train_steps
 from storage.analytics.stops import parked, stops
 from storage.analytics.throughput import throughput_around_stops
 from storage.filesystem import Store, open_store
+from storage.history import History
 from storage.layout import RunLayout
 from storage.manifests import Manifest
+from storage.trace_analysis import stop_costs
 from storage.trace_compaction import compact_process
 from storage.trace_reader import open_trace
 from tests.storage.simulated_trace import SimulatedRun
@@ -70,6 +73,14 @@ def test_every_figure_of_a_run_is_the_one_it_knows_itself(memory_store: Store, r
     assert closed == pytest.approx(truth.parked)
 
 
+def test_the_command_line_and_the_report_say_the_same_of_what_was_thrown_away(run: SimulatedRun) -> None:
+    events = [event for life in run.events for event in life]
+    costs = stop_costs(History(events, run.log))
+    assert [cost.thrown_away_s for cost in costs] == pytest.approx(
+        [run.truth.thrown_away[n + 1] for n in range(len(costs))]
+    )
+
+
 def _steps_that_count(run: SimulatedRun) -> set[int]:
     """Steps of all lives, but those behind the one that a later life went on from."""
     count: set[int] = set()
@@ -84,6 +95,7 @@ def test_the_simulated_runs_have_everything_that_is_to_be_found() -> None:
     runs = [SimulatedRun("run", seed, stops=seed % 4) for seed in SEEDS]
     names = {event["event"] for run in runs for events in run.events for event in events}
     assert {"attempt_resumed", "attempt_abandoned", "group_discarded", "checkpoint_restored"} <= names
+    assert {"attempt_interrupted", "attempt_refused", "prefix_discarded"} <= names
     truths = [run.truth for run in runs]
     assert any(any(t.thrown_away.values()) for t in truths)
     assert any(any(t.redone.values()) for t in truths)
@@ -102,7 +114,7 @@ def test_batches_files_and_compaction_change_nothing(tmp_path: Path) -> None:
         with analysed(store, run, batch_events=batch_events) as (trace, lives, journeys):
             order = ("group_id", "life", "step_line")
             found.append((train_steps(trace, lives, journeys), journeys.groups.sort(order).collect()))
-            found[-1] += (journeys.attempts.sort("rollout_id", "life", "attempt").collect(),)
+            found[-1] += (journeys.attempts.sort("rollout_id", "life", "attempt", "dispatched_at").collect(),)
     assert all(mine.equals(first) for other in found[1:] for mine, first in zip(other, found[0], strict=True))
 
 
@@ -150,6 +162,34 @@ def test_snapshots_are_listed_over_time_and_summed_by_outcome(memory_store: Stor
         0.5,
         None,
     )
+
+
+def test_calls_that_were_cut_off_are_counted_by_what_became_of_them(memory_store: Store) -> None:
+    runs = [SimulatedRun(f"run-{seed}", seed, stops=2) for seed in (3, 5)]
+    for run in runs:
+        run.write(memory_store)
+    with analysed(memory_store, *runs) as (trace, _, _):
+        found = interruptions(trace)
+    for run in runs:
+        events = [event for life in run.events for event in life]
+        own = found.filter(run=run.run)
+        assert own["kind"].to_list() == ["attempt_interrupted", "attempt_resumed", "prefix_discarded"]
+        for kind, times, tokens in own.select("kind", "times", "tokens").iter_rows():
+            told = [event["tokens"] for event in events if event["event"] == kind]
+            assert (times, tokens) == (len(told), sum(told))
+        assert own["reason"].to_list() == ["infrastructure", None, "sampling"]
+
+
+def test_only_calls_with_tokens_count_as_continued_and_what_tells_no_tokens_has_none(memory_store: Store) -> None:
+    run = Told("run", [(1, 100.0, 104.0)])
+    facts = {"run_process": "run-0", "rollout_id": "e0-p1_g0"}
+    run.events[0] += [
+        {"t": 101.0, "event": "attempt_resumed", **facts, "attempt": 0, "turns": 2, "tokens": 0},
+        {"t": 102.0, "event": "call_unreadable", **facts, "reason": "no spans"},
+    ]
+    run.write(memory_store)  # type: ignore[misc]
+    with analysed(memory_store, run) as (trace, _, _):  # type: ignore[arg-type]
+        assert interruptions(trace).rows() == [("run", "call_unreadable", 1, None, "no spans")]
 
 
 class Told:

@@ -10,7 +10,7 @@ from storage.history import History
 from storage.records import RecoveryLevel
 from storage.restart_bias import Comparison, bias_rows, restart_bias, t_quantile
 
-LEVELS = ("prompt_group", "sibling", "turn")
+LEVELS = ("prompt_group", "sibling", "turn", "prefix")
 GROUPS = 60
 
 

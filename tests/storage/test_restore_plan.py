@@ -1,12 +1,14 @@
 """The estimates of a restore are sums and rates that can be made by hand."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from storage.history import History
-from storage.records import Progress, RecoveryLevel, RolloutState, TrainedGroup
-from storage.restore_figures import side_by_side
+from storage.records import AttemptStatus, Progress, RecoveryLevel, RolloutState, Sibling, TrainedGroup
+from storage.restore_figures import RestoreFigures, side_by_side
+from storage.restore_outcome import outcome_of
 from storage.restore_plan import Rates, plan_of
 from storage.snapshot_reader import RestoredBundle
 
@@ -81,6 +83,79 @@ def test_what_is_kept_run_again_and_dropped_follows_from_the_level(second: Any, 
     assert (plan.tokens_to_generate, plan.generation_s) == (to_generate, to_generate / 5)
     assert (plan.steps_to_replay, plan.replay_s) == (1, 4.0)
     assert (plan.steps_lost, plan.tokens_lost, plan.lost_s) == (0, 40, 216 - 211)
+
+
+def test_a_sibling_in_the_middle_of_its_response_is_resumed_and_its_tokens_need_not_be_generated(second: Any) -> None:
+    group, (call,), rows = second.make.prefix_group(6, cuts=(3, 7))
+    state = RolloutState(Progress(), ledger=(group,), partial_calls=(call,))
+    bundle = second.read(second.writer.write(second.bundle(state, rows, cut_time=211.0)))
+    plan = plan_of(bundle, _history(second))
+    assert (plan.siblings_reused, plan.siblings_resumed, plan.siblings_rerun) == (1, 1, 0)
+    assert (plan.calls_continued, plan.tokens_continued) == (1, 7)
+    assert (plan.turns_kept, plan.turn_tokens, plan.tokens_kept) == (0, 0, 2 + 7)
+    assert (plan.tokens_to_generate, plan.generation_s) == (25 - 7, (25 - 7) / 5)
+    assert plan.attempts_dropped == 0
+
+
+def test_an_episode_in_the_middle_of_a_model_call_keeps_the_tokens_of_both(second: Any) -> None:
+    group, episodes, rows = second.make.episode_group(7, turns=2)
+    group = replace(group, level=RecoveryLevel.PREFIX)
+    call, chunks = second.make.partial_call(group, 0, turn=2)
+    state = RolloutState(Progress(), ledger=(group,), episodes=episodes, partial_calls=(call,))
+    bundle = second.read(second.writer.write(second.bundle(state, rows | chunks, cut_time=211.0)))
+    plan = plan_of(bundle, _history(second))
+    assert (plan.siblings_resumed, plan.siblings_rerun, plan.calls_continued) == (1, 1, 1)
+    assert (plan.turns_kept, plan.turn_tokens, plan.tokens_continued, plan.tokens_kept) == (2, 2, 5, 7)
+    assert plan.tokens_to_generate == 25 + (25 - 7)
+
+
+def _restored_with_calls(run: Any, *more: dict[str, Any]) -> RestoreFigures:
+    """What a restore came to that continued two calls with 7 and 5 tokens, sealed with 20 and 30."""
+    group, _, rows = run.make.prefix_group(6)
+    calls = [run.make.partial_call(replace(group, siblings=(Sibling(0), Sibling(1))), i) for i in range(2)]
+    running = replace(group, siblings=tuple(Sibling(i, status=AttemptStatus.DISPATCHED) for i in range(2)))
+    state = RolloutState(Progress(), ledger=(running,), partial_calls=tuple(call for call, _ in calls))
+    rows = {row_id: row for _, chunks in calls for row_id, row in chunks.items()}
+    manifest = run.writer.write(run.bundle(state, rows, cut_time=211.0))
+    restored = {"sequence": manifest.sequence, "anchor_sequence": None, "step": 0, "cut_time": 211.0}
+    restored |= {"calls_continued": 2, "tokens_continued": 12, "tokens_kept": 12, "siblings_resumed": 2}
+    events = [
+        _event(300, "checkpoint_restored", "third", **restored),
+        _event(301, "redispatched", "third", group_id="e0-p6", siblings=[0, 1]),
+        *(
+            _event(302 + n, "attempt_resumed", "third", rollout_id=f"e0-p6_g{n}", attempt=0, tokens=7 - 2 * n)
+            for n in (0, 1)
+        ),
+        *more,
+        _event(310, "attempt_sealed", "third", rollout_id="e0-p6_g0", attempt=0, num_tokens=20),
+        _event(311, "attempt_sealed", "third", rollout_id="e0-p6_g1", attempt=0, num_tokens=30),
+    ]
+    history = History([*_history(run).events, *events], run.log.read())
+    outcome = outcome_of(history, history.lives[-1])
+    assert outcome is not None
+    assert outcome.is_complete
+    return outcome.figures
+
+
+def test_what_a_restore_came_to_counts_the_tokens_that_its_calls_went_on_from(second: Any) -> None:
+    found = _restored_with_calls(second)
+    assert (found.calls_continued, found.tokens_continued, found.tokens_kept) == (2, 12, 12)
+    assert (found.turn_tokens, found.tokens_to_generate) == (0, 20 + 30 - 12)
+
+
+def test_tokens_that_a_generator_could_not_continue_were_not_kept(second: Any) -> None:
+    lost = _event(305, "prefix_discarded", "third", rollout_id="e0-p6_g1", attempt=0, tokens=5, reason="prompt")
+    found = _restored_with_calls(second, lost)
+    assert (found.calls_continued, found.tokens_continued, found.tokens_kept) == (1, 7, 7)
+    assert (found.turn_tokens, found.tokens_to_generate) == (0, 20 + 30 - 7)
+
+
+def test_tokens_that_were_discarded_after_a_later_interruption_are_no_loss_of_the_restore(second: Any) -> None:
+    rollout = {"rollout_id": "e0-p6_g1", "attempt": 0}
+    died = _event(305, "attempt_interrupted", "third", **rollout, reason="infrastructure", tokens=15)
+    lost = _event(306, "prefix_discarded", "third", **rollout, tokens=15, reason="weights")
+    found = _restored_with_calls(second, died, lost)
+    assert (found.calls_continued, found.tokens_continued) == (2, 12)
 
 
 def test_without_the_replay_buffer_its_groups_are_run_again_too(second: Any) -> None:

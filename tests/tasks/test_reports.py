@@ -30,11 +30,17 @@ def test_the_restore_report_names_bundle_anchor_and_what_was_passed_over():
 def test_the_restore_report_sets_what_was_planned_beside_what_was_restored():
     links = {
         "replay_buffer": {"groups": 2},
-        "ledger": {"groups_unfinished": 4, "siblings_reused": 5, "siblings_rerun": 11, "tokens_kept": 90},
+        "ledger": {
+            **{"groups_unfinished": 4, "siblings_reused": 5, "siblings_rerun": 8, "siblings_resumed": 3},
+            **{"tokens_kept": 90, "calls_continued": 3, "tokens_continued": 700},
+        },
     }
-    text = restore_markdown("run", "inc", SELECTED, {}, links)
+    selected = {**SELECTED, "counts": {**SELECTED["counts"], "partial_calls": 3, "partial_tokens": 700}}
+    text = restore_markdown("run", "inc", selected, {}, links)
     assert "| unfinished groups, continued | 4 | 4 |" in text
-    assert "| siblings, run again | 11 | 11 |" in text
+    assert "| siblings, run again or resumed | 11 | 11 |" in text
+    assert "| model calls, continued | 3 | 3 |" in text
+    assert "| tokens of these calls, kept | 700 | 700 |" in text
     assert "| tokens of sealed siblings, kept | 0 | 90 |" in text
 
 

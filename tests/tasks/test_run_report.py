@@ -110,8 +110,18 @@ def test_a_run_that_never_stopped_has_no_plots_of_stops(report: Report) -> None:
     assert [panel.key for panel in panels(report("whole"))] == ["steps", "staleness", "stages", "snapshots"]
     assert set(report_pictures(report("whole"))) == {"group-time", "staleness"}
     assert {table.key for table in report_tables(report("whole"), {})} == {
-        *("summary", "steps", "stages", "staleness", "snapshots"),
+        *("summary", "steps", "stages", "staleness", "interruptions", "snapshots"),
     }
+
+
+def test_what_became_of_calls_that_were_cut_off_is_told_in_words(report: Report) -> None:
+    found = report("stopped")
+    (table,) = [table for table in report_tables(found, {}) if table.key == "interruptions"]
+    told = {row["what"]: (row["times"], row["tokens"], row["newest reason"]) for row in table.rows}
+    assert len(told) == found.interruptions.height == 3
+    times, tokens = found.interruptions.filter(kind="prefix_discarded").select("times", "tokens").row(0)
+    assert told["discarded by the generator that was to continue them"] == (times, tokens, "sampling")
+    assert told["continued, after a restart or an interruption"][2] == ""
 
 
 def test_the_pictures_are_png_in_the_address_itself(report: Report) -> None:
