@@ -21,7 +21,7 @@ from typing import Any
 
 import ray
 
-from gpu_workers.controller.ports import GroupOrder, SiblingOrder
+from gpu_workers.controller.ports import GroupOrder, SiblingOrder, SiblingResult
 from gpu_workers.environments.tasks import build_task
 from gpu_workers.generation.generator_actor import GENERATOR_ACTOR_OPTIONS, GeneratorActor
 from gpu_workers.generation.generator_client import GeneratorClient
@@ -80,6 +80,7 @@ async def through_actor(client: GeneratorClient, orders: list[GroupOrder]) -> in
     async def group(order: GroupOrder) -> int:
         tokens = 0
         async for result in client.generate(order):
+            assert isinstance(result, SiblingResult), result
             assert result.calls is not None, result
             tokens += len(result.calls.column("token_ids")[0])
         return tokens

@@ -1,7 +1,7 @@
-"""Windows of time of a live run, with snapshots every 10 s and without: part of `benchmarks.snapshot_interval`.
+"""Windows of time of a live run, with snapshots at intervals and without: part of `benchmarks.snapshot_interval`.
 
-`python -m benchmarks.snapshot_windows RUN PAIRS SECONDS PID ...`, in the environment of the run's services (Ray and
-Prefect read it when they are imported). Prints one JSON line per window.
+`python -m benchmarks.snapshot_windows RUN PAIRS SECONDS INTERVAL_S PID ...`, in the environment of the run's services
+(Ray and Prefect read it when they are imported). Prints one JSON line per window.
 """
 
 import asyncio
@@ -16,19 +16,17 @@ from flows.home import Home
 from tasks.ray_runtime import RayRuntime
 from tasks.snapshots import attempt_number, attempt_snapshot
 
-INTERVAL_S = 10.0
-
 
 @flow(name="snapshots-of-the-benchmark", persist_result=False)
-async def watch(run: str, pairs: int, seconds: float, pids: list[int]) -> None:
+async def watch(run: str, pairs: int, seconds: float, interval_s: float, pids: list[int]) -> None:
     """Windows in the order with-without, without-with, ..., so that a drift of the machine cancels out."""
     runtime = RayRuntime(run, cache=Home.current().cache)
     status = await runtime.status()
     assert status is not None
 
     async def snapshots(start: float) -> None:
-        for number in range(round(seconds / INTERVAL_S)):
-            await asyncio.sleep(max(0.0, start + number * INTERVAL_S - time.time()))
+        for number in range(round(seconds / interval_s)):
+            await asyncio.sleep(max(0.0, start + number * interval_s - time.time()))
             await attempt_snapshot(runtime, attempt_number(), False, status.incarnation)
 
     for number in range(2 * pairs):
@@ -44,8 +42,8 @@ async def watch(run: str, pairs: int, seconds: float, pids: list[int]) -> None:
 
 def main() -> None:
     """Watch them all."""
-    run, pairs, seconds, *pids = sys.argv[1:]
-    asyncio.run(watch(run, pairs=int(pairs), seconds=float(seconds), pids=[int(pid) for pid in pids]))
+    run, pairs, seconds, interval_s, *pids = sys.argv[1:]
+    asyncio.run(watch(run, int(pairs), float(seconds), float(interval_s), [int(pid) for pid in pids]))
 
 
 if __name__ == "__main__":
