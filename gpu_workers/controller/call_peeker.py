@@ -25,10 +25,6 @@ class CallPeeker:
         """Running calls that the last look could not read."""
         return len(self._unreadable)
 
-    def has_work(self) -> bool:
-        """Whether any sibling runs whose call's tokens are to be kept."""
-        return bool(self._parts.partial_calls.wanted())
-
     async def look(self) -> float:
         """Take over the tokens that running calls have by now. Returns milliseconds; never raises, nor waits longer
         than `rollout_recovery.peek_deadline_s` and a little for the generators.
@@ -54,8 +50,10 @@ class CallPeeker:
             await self._take(peek)
 
     async def _take(self, peek: Peek) -> None:
-        async with self._parts.barrier.mutation("peek") as mutation:
-            self._parts.partial_calls.extend(mutation, peek.calls)
+        news = [call for call in peek.calls if self._parts.partial_calls.is_news(call)]
+        if news:
+            async with self._parts.barrier.mutation("peek") as mutation:
+                self._parts.partial_calls.extend(mutation, news)
         for rollout, reason in peek.unreadable.items():
             if self._unreadable.get(rollout) != reason:
                 self._parts.trace.record("call_unreadable", rollout_id=rollout, reason=reason[:500])
