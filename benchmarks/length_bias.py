@@ -85,6 +85,21 @@ def measure(level: RecoveryLevel | None, turns: int, calls: int) -> Measured:
     return Measured(level, turns, lengths, outcome.kills, outcome.sampled_again)
 
 
+def predicted(turns: int) -> tuple[str, ...]:
+    """What the level `sibling` comes to if no token of a redrawn rollout is what it was before.
+
+    A rollout of t tokens is not met by a kill with the chance (1 - 1/T)^t, with T tokens from kill to kill, and is
+    drawn again until it is not: lengths are weighted with that chance.
+    """
+    known = LENGTHS.longer_in_all(turns)
+    lengths, length = np.arange(1, len(known)), int(np.argmax(known <= 0.05))
+    weights = (known[:-1] - known[1:]) * (1 - 1 / (MEAN_TIMES_PER_KILL * LENGTHS.mean)) ** lengths
+    weights /= weights.sum()
+    mean = float(weights @ lengths) / (turns * LENGTHS.mean) - 1
+    long = float(weights[length:].sum() / known[length]) - 1
+    return "sibling, predicted", f"{100 * mean:+.1f}", f"{100 * long:+.1f}", "", "", ""
+
+
 def named(turns: int) -> str:
     """The workload in words."""
     return f"Rollouts of {turns} call{'s' * (turns > 1)}"
@@ -119,7 +134,7 @@ def main() -> None:
             f"{named(turns)}, a kill in {MEAN_TIMES_PER_KILL} mean response times: against the known mean "
             f"({mean:.1f} tokens) and longest 5 % (over {longest} tokens)",
             ("level", "mean, %", "longest 5 %, %", "sampled again, %", "rollouts", "kills"),
-            map(row_of, results),
+            [*map(row_of, results), predicted(turns)],
             note="± one standard error",
         )
     if arguments.picture is not None:
