@@ -38,6 +38,8 @@ _OPERATIONAL_KEYS = frozenset(
         "generation.max_inflight_groups",
         "generation.max_num_seqs",
         "generation.tensor_parallel_size",
+        "rollout_recovery.peek_deadline_s",
+        "rollout_recovery.peek_interval_s",
     }
 )
 

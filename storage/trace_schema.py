@@ -120,7 +120,11 @@ EVENTS: Mapping[str, EventType] = {
         "The tokens of a running model call can't be read; it is run again from its last turn where it is interrupted.",
         ("rollout_id", "reason"),
     ),
-    "peek_failed": EventType("A generator did not tell the tokens of its running calls.", ("index", "reason")),
+    "peek_failed": EventType(
+        "A generator (`index`), or all of them together, did not tell the tokens of their running calls in time.",
+        ("reason",),
+        ("index",),
+    ),
     "attempt_sealed": EventType(
         "A sibling has its result. `generation_s` and `environment_s`: seconds of this attempt in model calls and in "
         "environment turns (scoring included), in this process.",

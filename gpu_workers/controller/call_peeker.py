@@ -11,12 +11,13 @@ _SLACK_S = 0.5
 
 
 class CallPeeker:
-    """One look at a time; whoever asks during one waits for the next, which knows more."""
+    """One look at a time. All who ask during one share the next, which knows more."""
 
     def __init__(self, parts: RolloutParts, generator: Generator) -> None:
         self._parts = parts
         self._generator = generator
         self._lock = asyncio.Lock()
+        self._looks = 0
         self._unreadable: dict[str, str] = {}
 
     @property
@@ -24,32 +25,35 @@ class CallPeeker:
         """Running calls that the last look could not read."""
         return len(self._unreadable)
 
-    def has_work(self) -> bool:
-        """Whether any sibling runs whose call's tokens are to be kept."""
-        return bool(self._parts.partial_calls.wanted())
-
     async def look(self) -> float:
         """Take over the tokens that running calls have by now. Returns milliseconds; never raises, nor waits longer
         than `rollout_recovery.peek_deadline_s` and a little for the generators.
         """
-        began = time.perf_counter()
+        began, looks = time.perf_counter(), self._looks
         async with self._lock:
-            wanted = self._parts.partial_calls.wanted()
-            if wanted:
-                deadline_s = self._parts.config.rollout_recovery.peek_deadline_s
-                try:
-                    async with asyncio.timeout(deadline_s + _SLACK_S):
-                        peek = await self._generator.peek(wanted)
-                except TimeoutError:
-                    reason = f"no answer within rollout_recovery.peek_deadline_s {deadline_s} s"
-                    self._parts.trace.record("peek_failed", reason=reason)
-                else:
-                    await self._take(peek)
+            if self._looks == looks:
+                self._looks += 1
+                await self._look()
         return (time.perf_counter() - began) * 1000
 
+    async def _look(self) -> None:
+        wanted, deadline_s = self._parts.partial_calls.wanted(), self._parts.config.rollout_recovery.peek_deadline_s
+        if not wanted:
+            return
+        try:
+            async with asyncio.timeout(deadline_s + _SLACK_S):
+                peek = await self._generator.peek(wanted)
+        except TimeoutError:
+            reason = f"no answer within rollout_recovery.peek_deadline_s {deadline_s} s"
+            self._parts.trace.record("peek_failed", reason=reason)
+        else:
+            await self._take(peek)
+
     async def _take(self, peek: Peek) -> None:
-        async with self._parts.barrier.mutation("peek") as mutation:
-            self._parts.partial_calls.extend(mutation, peek.calls)
+        news = [call for call in peek.calls if self._parts.partial_calls.is_news(call)]
+        if news:
+            async with self._parts.barrier.mutation("peek") as mutation:
+                self._parts.partial_calls.extend(mutation, news)
         for rollout, reason in peek.unreadable.items():
             if self._unreadable.get(rollout) != reason:
                 self._parts.trace.record("call_unreadable", rollout_id=rollout, reason=reason[:500])

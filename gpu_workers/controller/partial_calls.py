@@ -77,6 +77,13 @@ class PartialCalls:
             return KnownCall(sibling.environment_attempt)
         return KnownCall(sibling.environment_attempt, held.record.turn, len(held.sampled))
 
+    def is_news(self, call: PeekedCall) -> bool:
+        """Whether it has a token, or an end, that is not known."""
+        held = self._held.get(call.rollout_id)
+        if held is None or not _is_same(held.record, call):
+            return bool(len(call.sampled) or call.finish_reason)
+        return call.start + len(call.sampled) != len(held.sampled) or call.finish_reason != held.record.finish_reason
+
     def extend(self, mutation: Mutation, peeked: Iterable[PeekedCall]) -> None:
         """Take over what a peek has found; forget the calls of siblings that do not run any more."""
         mutation.require_live()

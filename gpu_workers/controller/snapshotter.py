@@ -84,8 +84,10 @@ class RolloutSnapshotter:
         if not state.has_caught_up:
             # It would be the restored bundle again, and look as if this process had got further.
             return SnapshotOutcome(number, "skipped", "replaying_recorded_steps")
-        if not force and barrier.mutation_version == self._saved_version and not self._peeker.has_work():
-            return SnapshotOutcome(number, "skipped", "no_data_plane_mutations")
+        if not force and barrier.mutation_version == self._saved_version:
+            await self._peeker.look()  # what running calls have sampled since is worth a snapshot too
+            if barrier.mutation_version == self._saved_version:
+                return SnapshotOutcome(number, "skipped", "no_data_plane_mutations")
         await self._checkpoints.flush()
         anchor, trainer_step = self._publisher.durable, state.train_steps
         if not state.recorded.lead_from(anchor.step, to=state.rollout_step):

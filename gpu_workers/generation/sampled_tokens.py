@@ -35,7 +35,7 @@ def spans_from(
     version_starts: Sequence[int], versions: Sequence[int], length: int, start: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Starts and versions of the spans over the tokens from index `start` on, counted from there, of `length`."""
-    ends = (*version_starts[1:], length)
+    ends = (*version_starts[1:], length) if version_starts else ()
     spans = [
         (max(0, begin - start), version)
         for begin, end, version in zip(version_starts, ends, versions, strict=True)

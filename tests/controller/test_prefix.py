@@ -101,10 +101,21 @@ async def test_a_later_snapshot_writes_only_the_tokens_that_are_new(worlds):
     assert all(second.placements[key] == first.placements[key] for key in before)
 
 
+async def test_an_attempt_is_skipped_unless_a_running_call_has_grown_since_the_last_snapshot(worlds):
+    world = worlds()
+    await running_with(world, 2)
+    await world.snapshot(1)
+    skipped = await world.controller.attempt_snapshot(2)
+    assert (skipped.outcome, skipped.reason) == ("skipped", "no_data_plane_mutations")
+    world.generator.had = lambda rollout: 3
+    bundle = await world.snapshot(3)
+    assert {call.num_tokens for call in bundle.state.partial_calls} == {3}
+
+
 async def test_calls_that_have_not_grown_leave_the_rows_as_they_are(worlds):
     world = worlds()
     await running_with(world, 2)
-    first, second = await world.snapshot(1), await world.snapshot(2)
+    first, second = await world.snapshot(1), await world.snapshot(2, force=True)
     assert first.rows.keys() == second.rows.keys()
     assert first.state.partial_calls == second.state.partial_calls
 
@@ -227,7 +238,7 @@ async def test_calls_that_can_not_be_read_are_reported_once_and_run_again_from_t
     await running_with(world, 2)
     world.generator.unreadable = {"e0-p0_g0": "the engine does not tell its tokens"}
     bundle = await world.snapshot(1)
-    await world.snapshot(2)
+    await world.snapshot(2, force=True)
     assert "e0-p0_g0" not in {call.rollout_id for call in bundle.state.partial_calls}
     (told,) = world.trace.of("call_unreadable")
     assert told["rollout_id"] == "e0-p0_g0"
@@ -245,10 +256,27 @@ async def test_a_snapshot_does_not_wait_for_generators_that_do_not_answer(worlds
     before = await world.snapshot(1)
     world.generator.peek_gate = asyncio.Event()
     world.generator.had = lambda rollout: 3
-    bundle = await world.snapshot(2)
+    bundle = await world.snapshot(2, force=True)
     assert {call.num_tokens for call in bundle.state.partial_calls} == {2}
     assert bundle.state.partial_calls == before.state.partial_calls
     assert len(world.trace.of("peek_failed")) == 1
+
+
+async def test_all_who_ask_during_a_look_share_the_next_one(worlds):
+    world = worlds()
+    await running_with(world, 1)
+    asked: list[int] = []
+    original = world.generator.peek
+
+    async def peek(wanted: Any) -> Any:
+        asked.append(len(wanted))
+        return await original(wanted)
+
+    world.generator.peek = peek
+    await asyncio.gather(*(world.controller._peeker.look() for _ in range(20)))
+    assert len(asked) == 2
+    await world.controller._peeker.look()
+    assert len(asked) == 3
 
 
 async def test_the_end_of_a_call_between_peek_and_cut_is_what_counts(worlds):

@@ -47,7 +47,7 @@ class Fate:
                 "save_data_plane": draw((True, True, False)),
                 **SAVING[self._seed % len(SAVING)],
             },
-            "rollout_recovery": {"target_level": draw(("sibling", "prompt_group"))},
+            "rollout_recovery": {"target_level": draw(("sibling", "prompt_group", "prefix"))},
         }
         for section, values in more.items():
             sections[section] = {**sections[section], **values}
@@ -64,6 +64,8 @@ class Fate:
                     world.generator.failures[f"{group_id}_g{index}"] = [DATA]
         held = {(group_id, index) for group_id in world.passed_by(30) for index in (0, 1) if chance() < 0.3}
         world.generator.held = lambda group_id, index: (group_id, index) in held
+        tokens = {f"{group_id}_g{index}": self.random.randrange(4) for group_id, index in sorted(held)}
+        world.generator.had = lambda rollout: tokens.get(rollout, 0)
         if chance() < 0.3:
             world.store.fail("change", "", StoreUnavailable("the store is down"), passing=self.random.randrange(40))
         if chance() < 0.3:

@@ -103,7 +103,7 @@ class RunMachine(RuleBasedStateMachine):
         spares=st.sampled_from([0, 1, 3]),
         period=st.sampled_from([1, 2, 4]),
         rows=st.booleans(),
-        level=st.sampled_from(["sibling", "sibling", "prompt_group"]),
+        level=st.sampled_from(["sibling", "prefix", "prompt_group"]),
         remainder=st.integers(0, 2),
         slots=st.sampled_from(SLOTS),
     )
@@ -177,6 +177,7 @@ class RunMachine(RuleBasedStateMachine):
         held = self.held
         self.world.generator._released = asyncio.Event()
         self.world.generator.held = lambda group_id, index: (group_id, index) in held
+        self.world.generator.had = lambda rollout: self.age // 2
 
     @rule()
     def release_siblings(self) -> None:

@@ -15,7 +15,7 @@ from gpu_workers.generation.capture import Completion, tokens_of
 from storage.errors import InfrastructureFailure
 from storage.records import CallSampling
 from storage.schemas import prompt_digest
-from tests.generation.fake_engine import CONFIG, STOP, Life, order, partial_of
+from tests.generation.fake_engine import CONFIG, STOP, Life, order, partial_of, turns
 
 SIBLING = SiblingOrder(0, 0)
 
@@ -195,3 +195,14 @@ async def test_an_aborted_call_keeps_the_tokens_that_the_engine_forgets():
     peeked = life.peeked(KnownCall(0, tokens=1))
     assert (peeked.start, len(peeked.sampled), peeked.finish_reason) == (1, 3, "")
     assert np.array_equal(peeked.sampled.token_ids, (await uninterrupted(0)).token_ids[1:4])
+
+
+async def test_a_call_that_is_aborted_while_the_engine_is_asked_leaves_no_request_behind():
+    life = Life()
+    call = life.start(SIBLING)
+    await asyncio.sleep(0)  # the call has begun, and waits for the engine to know it
+    await asyncio.sleep(0)
+    assert len(life.llm.asked) == 1
+    call.cancel()
+    await turns()
+    assert (call.cancelled(), life.llm.output_processor.request_states) == (True, {})

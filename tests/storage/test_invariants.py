@@ -17,7 +17,7 @@ from storage.filesystem import open_store
 from storage.invariants import InvariantChecks, StateTables, rows_off_index, stamps_off_cursor, two_owners
 from storage.layout import RunLayout
 from storage.manifests import Manifest, read_log
-from storage.records import PromptRef, RolloutState, SourcePosition
+from storage.records import Progress, PromptRef, RolloutState, SourcePosition
 from storage.snapshot_reader import RestoredBundle, read_bundle
 
 STORE = Path(__file__).parent / "formats" / "trained-run"
@@ -129,6 +129,19 @@ def test_rows_and_index_are_compared_both_ways(bundles: tuple[RestoredBundle, Re
     assert "I3: rows that are there twice: e0-p20_g0" in "\n".join(rows_off_index(twice))
     foreign = replace(tables, rows=tables.rows.with_columns(pl.lit("e0-p20").alias("group_id")))
     assert any("rows of other groups than the index says" in line for line in rows_off_index(foreign))
+
+
+def test_tokens_of_running_calls_are_compared_with_the_index_too(run: Any, make: Any) -> None:
+    group, (call,), rows = make.prefix_group(1)
+    state = RolloutState(Progress(), ledger=(group,), partial_calls=(call,))
+    tables = StateTables.of(run.read(run.writer.write(run.bundle(state, rows))))
+    assert list(rows_off_index(tables)) == []
+    first = pl.col("row_id") == call.chunks[0]
+    fewer = replace(tables, rows=tables.rows.filter(~first))
+    assert list(rows_off_index(fewer)) == [f"I3: 1 rows that are not there: {call.chunks[0]}"]
+    group_id = pl.when(first).then(pl.lit("e0-p2")).otherwise("group_id").alias("group_id")
+    foreign = replace(tables, rows=tables.rows.with_columns(group_id))
+    assert list(rows_off_index(foreign)) == [f"I3: 1 rows of other groups than the index says: {call.chunks[0]}"]
 
 
 def test_an_empty_state_breaks_none(bundles: tuple[RestoredBundle, RestoredBundle]) -> None:

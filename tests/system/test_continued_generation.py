@@ -41,15 +41,15 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),  # one client belongs to one loop
 ]
 
-# Random weights: an answer ends after some 55 tokens, now and then after a few or after 256.
+# Random weights: an answer ends after some 50 tokens, now and then after a few or after all that it may have.
 CONFIG = RunConfig(
     name="continued-generation",
     policy={"warm_start_steps": 0, "tie_word_embeddings": False},
-    generation={"max_new_tokens": 256, "max_model_len": 320, "max_num_seqs": 64, "temperature": 0.9, "top_p": 0.95},
+    generation={"max_new_tokens": 64, "max_model_len": 320, "max_num_seqs": 64, "temperature": 0.9, "top_p": 0.95},
     rollout_recovery={"target_level": "prefix"},
 )
 TASK = build_task(CONFIG.data)
-SIBLINGS = 16
+SIBLINGS = 24
 
 Sampled = tuple[list[int], list[float]]
 
@@ -146,10 +146,38 @@ async def test_every_look_at_running_calls_is_an_exact_prefix_of_their_ends(acto
     ended = await actor.client.peek(dict.fromkeys(known, KnownCall(0)))
     whole.update((call.rollout_id, call) for call in ended.calls)
     assert whole.keys() == calls.keys()
+    assert {call.finish_reason for call in ended.calls} == {"stop", "length"}
     for call in ended.calls:
         assert call.finish_reason == calls[call.rollout_id]["finish_reason"]
         assert len(call.sampled) == len(calls[call.rollout_id]["token_ids"])
         assert_prefix(call, calls[call.rollout_id])
+
+
+async def test_of_calls_that_nobody_wants_any_more_nothing_stays(actor: Actor):
+    assert len((await actor.client.peek(None)).calls) == SIBLINGS
+    await actor.client.peek({})
+    assert (await actor.client.peek(None)).calls == ()
+
+
+async def test_an_aborted_call_keeps_its_tokens_for_who_wants_them(actor: Actor, whole: dict[str, PeekedCall]):
+    running = actor.client.generate(order([SiblingOrder(index, 0) for index in range(SIBLINGS)]))
+    results = [await anext(running)]
+    wanted = dict.fromkeys(whole, KnownCall(0))
+    before = {call.rollout_id: call for call in (await actor.client.peek(wanted)).calls}
+    await actor.client.abort("e0-p0")
+    results += [result async for result in running]
+    failed = {
+        f"e0-p0_g{result.generation_index}"
+        for result in results
+        if isinstance(result, SiblingResult) and result.failure is not None
+    }
+    assert failed
+    kept = {call.rollout_id: call for call in (await actor.client.peek(wanted)).calls}
+    for rollout in failed:
+        assert kept[rollout].finish_reason == ""
+        length = len(kept[rollout].sampled)
+        assert length >= len(before[rollout].sampled) > 0
+        assert kept[rollout].sampled.token_ids.tolist() == whole[rollout].sampled.token_ids[:length].tolist()
 
 
 async def test_a_call_continued_from_any_prefix_is_bitwise_the_uninterrupted_one(
