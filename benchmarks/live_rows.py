@@ -8,20 +8,13 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from gpu_workers.controller.barrier import DataPlaneBarrier
 from gpu_workers.controller.bundle_publisher import BundlePublisher
 from gpu_workers.controller.call_peeker import CallPeeker
 from gpu_workers.controller.counted_trace import CountedTrace
 from gpu_workers.controller.environment_checkpoint import NoEnvironmentCheckpoint
-from gpu_workers.controller.partial_calls import PartialCalls
-from gpu_workers.controller.parts import RolloutParts, RolloutRuntimeState
+from gpu_workers.controller.parts import RolloutParts
 from gpu_workers.controller.ports import Generator, Trainer
-from gpu_workers.controller.prompt_source import PromptSource
 from gpu_workers.controller.published_bundles import PublishedBundles
-from gpu_workers.controller.recovery_ledger import RecoveryLedger
-from gpu_workers.controller.replay_buffer import ReplayBuffer
-from gpu_workers.controller.row_store import RowStore
-from gpu_workers.controller.samplers.build import build_sampler
 from gpu_workers.controller.snapshotter import RolloutSnapshotter
 from gpu_workers.controller.trainer_checkpoints import TrainerCheckpoints
 from storage.catalog import live_bundles
@@ -71,20 +64,7 @@ class LiveState:
         self._random = np.random.default_rng(5)
         self._tokens = tokens
         self._next = 0
-        source = PromptSource(NumberedPrompts(), num_epochs=1, seed=1, shuffle=False)
-        ledger = RecoveryLedger()
-        self.parts = RolloutParts(
-            config=CONFIG,
-            source=source,
-            sampler=build_sampler(CONFIG),
-            ledger=ledger,
-            buffer=ReplayBuffer(),
-            rows=RowStore(),
-            partial_calls=PartialCalls(ledger),
-            barrier=DataPlaneBarrier(),
-            trace=CountedTrace(NoTrace()),
-            state=RolloutRuntimeState(),
-        )
+        self.parts = RolloutParts.empty(CONFIG, NumberedPrompts(), CountedTrace(NoTrace()))
 
     async def finish(self, count: int) -> None:
         """Add finished groups."""

@@ -154,6 +154,7 @@ def audit_facts(found: Audit) -> dict[str, object]:
         "events compared": found.events,
         "processes": found.lives,
         "bundles compared": len(found.bundles),
+        "model calls compared with what was saved of them": found.calls_compared,
         "bundles that can't be read": ", ".join(f"{sequence:08d}" for sequence in found.unread) or "none",
         "broken promises": len(found.found),
     }

@@ -102,6 +102,8 @@ def diff_table(a: str, b: str, found: BundleDiff) -> Table:
         "groups published": found.published,
         "groups trained": found.trained,
         "prompts dropped": found.dropped,
+        "model calls that went on": found.calls_went_on,
+        "model calls that ended": found.calls_ended,
         f"groups that {b} does not know": found.absent,
     }
     for what, ids in words.items():

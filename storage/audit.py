@@ -36,7 +36,8 @@ class Audit:
     that a restore undid are in `steps_rolled_back` and nowhere else, whether their recorded batches were trained again
     or their prompts were generated anew. `replayed_otherwise` are steps that were to be trained again from a recorded
     batch, but got another one. The events of `lives` processes were compared with each other and with `bundles`
-    (sequences); the bundles `unread` are damaged. `unproven` needs events that a kill or a store may have lost.
+    (sequences); the bundles `unread` are damaged. `calls_compared` running model calls of a bundle were found again in
+    later ones, and held against what they came to. `unproven` needs events that a kill or a store may have lost.
     """
 
     sequence: int | None
@@ -54,6 +55,7 @@ class Audit:
     events: int
     lives: int
     bundles: tuple[int, ...]
+    calls_compared: int
     unread: tuple[int, ...]
     inconsistent: tuple[Finding, ...]
     unproven: tuple[Finding, ...]
@@ -132,6 +134,7 @@ def account_for(
         events=sum(len(life.events) for life in history.lives),
         lives=len(history.lives),
         bundles=tuple(compared),
+        calls_compared=evidence.calls_compared,
         unread=(),
         inconsistent=findings(suspicion for suspicion, proven in judged if proven),
         unproven=(

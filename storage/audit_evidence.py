@@ -41,6 +41,11 @@ class Evidence:
         continued = self._continued.suspicions(bundle, segments, self._index_of(segments))
         yield from self._judged(life, segments, continued)
 
+    @property
+    def calls_compared(self) -> int:
+        """Running calls of bundles that were found again in later ones."""
+        return self._continued.compared
+
     def is_whole_up_to(self, bundle: Manifest) -> bool:
         """Whether nothing that led to a bundle can be missing from the trace."""
         life = self._history.writer_of(bundle)

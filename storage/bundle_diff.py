@@ -14,8 +14,9 @@ class BundleDiff:
 
     `appeared`: groups that A does not know. `sealed`: siblings with a result in B and none in A. `published`: groups
     that became finished ones. `trained`: groups that a step took, as B's recorded batches say or because B has passed
-    them. `dropped`: prompts given up. `absent`: groups of A that B has not come to: B is the older one, or lies on
-    another branch. `config`: differing keys with both values. `counts`: counters that differ, as (A, B).
+    them. `dropped`: prompts given up. `calls_went_on`: running model calls (by key) of which B has more tokens than A.
+    `calls_ended`: those of A that B has not. `absent`: groups of A that B has not come to: B is the older one, or lies
+    on another branch. `config`: differing keys with both values. `counts`: counters that differ, as (A, B).
     """
 
     appeared: tuple[str, ...]
@@ -23,6 +24,8 @@ class BundleDiff:
     published: tuple[str, ...]
     trained: tuple[str, ...]
     dropped: tuple[str, ...]
+    calls_went_on: tuple[str, ...]
+    calls_ended: tuple[str, ...]
     absent: tuple[str, ...]
     config: tuple[str, ...]
     counts: dict[str, tuple[int, int]]
@@ -35,12 +38,15 @@ def diff_bundles(a: RestoredBundle, b: RestoredBundle) -> BundleDiff:
     # A group has one owner until it is trained and its step durable; only then does no table name it any more.
     went_on = b.state.progress.train_steps > a.state.progress.train_steps
     known = _of("trained", before)
+    calls, had = _calls(b.state), _calls(a.state)
     return BundleDiff(
         appeared=_ids(now.keys() - before.keys()),
         sealed=_ids(_sealed(b.state) - _sealed(a.state)),
         published=_ids(_of("replay_buffer", now) - _of("replay_buffer", before) - known),
         trained=_ids((_of("trained", now) - known) | (passed if went_on else set())),
         dropped=_ids(_of("dropped", now) - _of("dropped", before)),
+        calls_went_on=_ids({call for call, tokens in calls.items() if tokens > had.get(call, 0)}),
+        calls_ended=_ids(had.keys() - calls.keys()),
         absent=() if went_on else _ids(passed),
         config=tuple(differences(_config(a), _config(b))),
         counts=_counts(a, b),
@@ -70,6 +76,11 @@ def _sealed(state: RolloutState) -> set[str]:
         for sibling in group.siblings
         if sibling.sealed is not None
     }
+
+
+def _calls(state: RolloutState) -> dict[str, int]:
+    """Tokens of each running model call, by its key."""
+    return {call.key: call.num_tokens for call in state.partial_calls}
 
 
 def _config(bundle: RestoredBundle) -> dict[str, Any]:

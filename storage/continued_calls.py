@@ -52,6 +52,12 @@ class ContinuedCalls:
 
     def __init__(self) -> None:
         self._saved: list[_Saved] = []
+        self._compared: set[str] = set()
+
+    @property
+    def compared(self) -> int:
+        """Saved calls that a later bundle holds more of."""
+        return len(self._compared)
 
     def suspicions(self, bundle: RestoredBundle, segments: Sequence[Segment], trace: TraceIndex) -> Iterator[Suspicion]:
         """Calls of this bundle that began otherwise in one that it stands on. `segments`: its writer up to the cut, and
@@ -62,7 +68,10 @@ class ContinuedCalls:
             if not _leads_to(saved, segments) or _was_discarded(saved.call, trace):
                 continue
             found = rows_of.get(saved.call.key) or _of_result(saved.call, bundle)
-            if found is not None and not found.begins_with(saved.sampled):
+            if found is None:
+                continue
+            self._compared.add(saved.call.key)
+            if not found.begins_with(saved.sampled):
                 yield Suspicion(_OTHERWISE, saved.call.key, Needs.BELOW)
         if segments:
             here = segments[0]

@@ -15,20 +15,14 @@ from typing import Any
 
 import pyarrow as pa
 
-from gpu_workers.controller.barrier import DataPlaneBarrier
 from gpu_workers.controller.bundle_publisher import BundlePublisher, Captured
 from gpu_workers.controller.counted_trace import CountedTrace
 from gpu_workers.controller.environment_checkpoint import NoEnvironmentCheckpoint
 from gpu_workers.controller.environment_snapshot import EnvironmentSnapshot
-from gpu_workers.controller.partial_calls import PartialCalls
-from gpu_workers.controller.parts import RolloutParts, RolloutRuntimeState
+from gpu_workers.controller.parts import RolloutParts
 from gpu_workers.controller.ports import GroupOrder, KnownCall, Peek, SiblingResult, StepResult, WeightsRef
 from gpu_workers.controller.prompt_source import Dataset, PromptSource
-from gpu_workers.controller.recovery_ledger import RecoveryLedger
-from gpu_workers.controller.replay_buffer import ReplayBuffer
 from gpu_workers.controller.restorer import LINKS, RestorePlan, RolloutRestorer
-from gpu_workers.controller.row_store import RowStore
-from gpu_workers.controller.samplers.build import build_sampler
 from gpu_workers.controller.weight_sync import WeightSync
 from gpu_workers.environments.ports import Exported
 from gpu_workers.environments.tasks import build_task
@@ -93,21 +87,7 @@ class Drill:
         """Fresh parts, as a controller makes them. Finished groups are loaded whatever the run was set to."""
         loading = config.checkpointing.model_copy(update={"load_replay_buffer": True})
         config = config.model_copy(update={"checkpointing": loading})
-        data = config.data
-        dataset = self._dataset_of(data)
-        ledger = RecoveryLedger()
-        return RolloutParts(
-            config=config,
-            source=PromptSource(dataset, num_epochs=data.num_epochs, seed=data.seed, shuffle=data.shuffle),
-            sampler=build_sampler(config),
-            ledger=ledger,
-            buffer=ReplayBuffer(),
-            rows=RowStore(),
-            partial_calls=PartialCalls(ledger),
-            barrier=DataPlaneBarrier(),
-            trace=CountedTrace(NoTrace()),
-            state=RolloutRuntimeState(),
-        )
+        return RolloutParts.empty(config, self._dataset_of(config.data), CountedTrace(NoTrace()))
 
     async def _captured(self, parts: RolloutParts, bundle: RestoredBundle, anchor: Manifest | None) -> Captured:
         trainer, generator = _NoTrainer(), _NoGenerator()

@@ -103,7 +103,6 @@ _SINGLE_TURN = {"data.task": "sort8", "generation.max_new_tokens": 12}
 _MULTI_TURN = {
     "data.task": "guess15x4",
     "generation.max_new_tokens": 4,
-    "rollout_recovery.target_level": "turn",
 }
 
 
@@ -144,6 +143,7 @@ def _settings(chance: random.Random, *, multi_turn: bool) -> dict[str, Any]:
         "rollout_checkpointing.interval_s": 0.2,
         "seed": chance.randrange(1000),
         **(_MULTI_TURN if multi_turn else _SINGLE_TURN),
+        "rollout_recovery.target_level": chance.choice(["turn" if multi_turn else "sibling", "prefix"]),
     }
 
 

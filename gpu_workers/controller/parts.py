@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 from gpu_workers.controller.barrier import Cut, DataPlaneBarrier
 from gpu_workers.controller.counted_trace import CountedTrace
 from gpu_workers.controller.partial_calls import PartialCalls
-from gpu_workers.controller.prompt_source import PromptSource
+from gpu_workers.controller.prompt_source import Dataset, PromptSource
 from gpu_workers.controller.recorded_steps import RecordedSteps
 from gpu_workers.controller.recovery_ledger import RecoveryLedger
 from gpu_workers.controller.replay_buffer import ReplayBuffer
-from gpu_workers.controller.row_store import DataPlane
+from gpu_workers.controller.row_store import DataPlane, RowStore
+from gpu_workers.controller.samplers.build import build_sampler
 from gpu_workers.controller.samplers.protocol import Sampler
 from gpu_workers.controller.signal import Signal
 from storage.records import DroppedPrompt, Progress, PromptRef, RecoveryLevel
@@ -77,6 +78,23 @@ class RolloutParts:
     barrier: DataPlaneBarrier
     trace: CountedTrace
     state: RolloutRuntimeState
+
+    @classmethod
+    def empty(cls, config: RunConfig, dataset: Dataset, trace: CountedTrace) -> "RolloutParts":
+        """Those of a run that stands at the beginning of its data."""
+        data, ledger = config.data, RecoveryLedger()
+        return cls(
+            config=config,
+            source=PromptSource(dataset, num_epochs=data.num_epochs, seed=data.seed, shuffle=data.shuffle),
+            sampler=build_sampler(config),
+            ledger=ledger,
+            buffer=ReplayBuffer(),
+            rows=RowStore(),
+            partial_calls=PartialCalls(ledger),
+            barrier=DataPlaneBarrier(),
+            trace=trace,
+            state=RolloutRuntimeState(),
+        )
 
     def level_of(self, prompt: PromptRef) -> RecoveryLevel:
         """What a restart would reuse of this prompt's group, if it were reserved now."""

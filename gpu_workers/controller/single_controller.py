@@ -13,7 +13,6 @@ from contextlib import suppress
 from enum import StrEnum
 from typing import Any
 
-from gpu_workers.controller.barrier import DataPlaneBarrier
 from gpu_workers.controller.bundle_publisher import BundlePublisher
 from gpu_workers.controller.call_peeker import CallPeeker
 from gpu_workers.controller.checkpoint_schedule import CheckpointSchedule, Trigger, require_metric, step_metrics
@@ -21,19 +20,14 @@ from gpu_workers.controller.counted_trace import CountedTrace
 from gpu_workers.controller.environment_checkpoint import build_environment_checkpoint
 from gpu_workers.controller.finalizer import Assemble, Finalizer
 from gpu_workers.controller.group_runner import GroupRunner
-from gpu_workers.controller.partial_calls import PartialCalls
-from gpu_workers.controller.parts import RolloutParts, RolloutRuntimeState
+from gpu_workers.controller.parts import RolloutParts
 from gpu_workers.controller.ports import Generator, Trace, Trainer
-from gpu_workers.controller.prompt_source import Dataset, PromptSource
+from gpu_workers.controller.prompt_source import Dataset
 from gpu_workers.controller.published_bundles import PublishedBundles
-from gpu_workers.controller.recovery_ledger import RecoveryLedger
-from gpu_workers.controller.replay_buffer import ReplayBuffer
 from gpu_workers.controller.restorer import LINKS, RestorePlan, RolloutRestorer
 from gpu_workers.controller.rollout_deadlines import RolloutDeadlines
 from gpu_workers.controller.rollout_pump import RolloutPump
 from gpu_workers.controller.row_assembly import assemble_group
-from gpu_workers.controller.row_store import RowStore
-from gpu_workers.controller.samplers.build import build_sampler
 from gpu_workers.controller.snapshotter import PASSING_REASONS, RolloutSnapshotter, SnapshotOutcome
 from gpu_workers.controller.stale_groups import StaleGroups
 from gpu_workers.controller.train_pump import TrainPump
@@ -83,22 +77,7 @@ class SingleController:
         training rows of a group from its calls, in a thread; `clock`, in seconds of any origin, is what the stall
         watchdog goes by.
         """
-        source = PromptSource(
-            dataset, num_epochs=config.data.num_epochs, seed=config.data.seed, shuffle=config.data.shuffle
-        )
-        ledger = RecoveryLedger()
-        self.parts = RolloutParts(
-            config=config,
-            source=source,
-            sampler=build_sampler(config),
-            ledger=ledger,
-            buffer=ReplayBuffer(),
-            rows=RowStore(),
-            partial_calls=PartialCalls(ledger),
-            barrier=DataPlaneBarrier(),
-            trace=CountedTrace(trace, clock=clock),
-            state=RolloutRuntimeState(),
-        )
+        self.parts = RolloutParts.empty(config, dataset, CountedTrace(trace, clock=clock))
         self._bundles = bundles
         self._weight_sync = WeightSync(self.parts, trainer, generator)
         deadlines = RolloutDeadlines()

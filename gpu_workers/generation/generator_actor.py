@@ -111,6 +111,7 @@ class GeneratorActor:
         """`pid`, `engine_pids`, `index` and the loaded weights' `version` (None: those of the model's folder)."""
         if self._model_server is not None:
             await self._model_server.start()
+        await self._engine.llm.get_supported_tasks()  # vLLM's first request would wait for it, and be unknown meanwhile
         return {
             "pid": os.getpid(),
             "engine_pids": self._engine.pids,

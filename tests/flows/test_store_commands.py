@@ -93,7 +93,10 @@ def test_running_calls_are_shown_listed_compared_and_asked_for(midflight: Run, t
     counts = json.loads(ask("show", "demo", "2", "--json"))["counts"]
     assert (counts["partial_calls"], counts["partial_tokens"]) == (1, 5)
     assert "partial tokens" in ask("show", "demo", "2")
-    assert json.loads(ask("diff", "demo/1", "demo/2", "--json"))["counts"]["partial_tokens"] == [0, 5]
+    found = json.loads(ask("diff", "demo/1", "demo/2", "--json"))
+    assert (found["calls_went_on"], found["counts"]["partial_tokens"]) == (["e0-p12_g1/a0/t0"], [0, 5])
+    assert json.loads(ask("diff", "demo/2", "demo/1", "--json"))["calls_ended"] == ["e0-p12_g1/a0/t0"]
+    assert "model calls that went on" in ask("diff", "demo/1", "demo/2")
     (call,) = json.loads(ask("query", "demo", "SELECT * FROM calls", "--json"))
     assert (call["call"], call["num_tokens"], call["num_rows"]) == ("e0-p12_g1/a0/t0", 5, 2)
     assert (call["sampling"], call["finish_reason"]) == ("counter", "")

@@ -117,6 +117,16 @@ async def test_a_later_execution_takes_the_place_of_an_earlier_one_and_never_the
     assert [call.environment_attempt for call in life.book.peek(None).calls] == [1]
 
 
+async def test_of_two_requests_of_one_name_the_newest_is_read():
+    life = Life()
+    first = life.start(SiblingOrder(0, 0))
+    await life.steps(3)
+    second = life.start(SiblingOrder(0, 0))
+    await life.steps(2)
+    assert len(life.peeked().sampled) == 2
+    await end(first, second)
+
+
 async def test_asked_for_everything_it_forgets_nothing():
     life, calls = await three_running()
     await end(*calls)
@@ -157,6 +167,11 @@ def no_versions(llm: FakeLlm) -> None:
         request.weight_version_starts = []
 
 
+def versions_that_begin_late(llm: FakeLlm) -> None:
+    for request in llm.output_processor.request_states.values():
+        request.weight_version_starts = [("default", 1)]
+
+
 def a_strange_version(llm: FakeLlm) -> None:
     for request in llm.output_processor.request_states.values():
         request.weight_version_starts = [("newest", 0)]
@@ -168,6 +183,7 @@ def a_strange_version(llm: FakeLlm) -> None:
         (no_tokens, "does not show the tokens of a request: AttributeError"),
         (a_logprob_too_few, r"holds 4 tokens with 3 log-probabilities"),
         (no_versions, r"weight version spans \[\], which do not fit"),
+        (versions_that_begin_late, r"weight version spans \[\('default', 1\)\], which do not fit"),
         (a_strange_version, "does not show the tokens of a request: ValueError.*newest"),
     ],
 )

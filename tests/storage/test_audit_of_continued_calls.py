@@ -106,7 +106,7 @@ class Told:
     def found(self) -> set[str]:
         """What the audit suspects of any life and any bundle."""
         history = History(self.events, self.run.log.read())
-        evidence = Evidence(history)
+        evidence = self.evidence = Evidence(history)
         told = [*evidence.of_lives()]
         for bundle in self.bundles:
             told += evidence.of_bundle(self.run.read(bundle))
@@ -142,6 +142,7 @@ def test_an_attempt_that_is_interrupted_in_several_processes_is_one_attempt(told
     told.seal()
     told.cut_sealed()
     assert told.found() == set()
+    assert told.evidence.calls_compared == 1
 
 
 def test_a_result_of_an_interrupted_attempt_that_did_not_go_on_is_found(told: Told) -> None:
@@ -247,6 +248,7 @@ def test_a_call_that_a_restore_took_back_may_come_to_others(told: Told) -> None:
     told.seal()
     told.cut_sealed(token_ids=[7] * 6)
     assert told.found() == set()
+    assert told.evidence.calls_compared == 0
 
 
 def test_a_result_that_mixes_calls_of_two_attempts_is_found(told: Told) -> None:

@@ -1,5 +1,6 @@
 """Recovery level `prefix` with real Prefect, Ray, vLLM, torch and files: a response that is interrupted twice, and one
-whose engine dies, go on from their tokens, and the run ends like one that was never stopped, bit for bit.
+whose engine dies, go on from their tokens, within a turn of their episode, and the run ends like one that was never
+stopped, bit for bit. (Single-turn responses: `test_survival`.)
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,10 +18,11 @@ from tests.system.test_survival import effective_hashes, kill_when
 pytestmark = [pytest.mark.system, pytest.mark.timeout(900)]
 
 Event = Mapping[str, Any]
-STEPS, PROMPTS, GENERATIONS = 3, 4, 4
+STEPS, PROMPTS, GENERATIONS, TURNS = 3, 4, 4, 3
 FEW_TOKENS = 8
 # An untrained model rarely ends its response, and two sequences at a time take long: a kill finds many that run.
 SETTINGS = {
+    "data__task": f"running_sum?turns={TURNS}",
     "algorithm__max_steps": STEPS,
     "algorithm__num_prompts_per_step": PROMPTS,
     "algorithm__num_generations_per_prompt": GENERATIONS,
@@ -28,7 +30,7 @@ SETTINGS = {
     "policy__warm_start_steps": 0,
     "generation__max_num_seqs": 2,
     "generation__top_p": 0.5,
-    "generation__max_new_tokens": 400,
+    "generation__max_new_tokens": 150,
     "generation__max_model_len": 512,
     "checkpointing__save_period": 2,
     "rollout_checkpointing__interval_s": 0.1,
@@ -74,7 +76,8 @@ def test_a_response_killed_twice_goes_on_from_its_tokens_and_the_run_is_bitwise_
 
     def in_responses(events: Sequence[Event]) -> bool:
         newest = newest_snapshot(events)
-        return newest is not None and int(newest["step"]) >= 1 and int(newest["partial_tokens"]) >= FEW_TOKENS
+        in_turns = newest is not None and int(newest["step"]) >= 1 and int(newest["finished_turns"]) > 0
+        return in_turns and int(newest["partial_tokens"]) >= FEW_TOKENS
 
     def in_the_same_response(events: Sequence[Event]) -> bool:
         newest, resumed = newest_snapshot(events), resumed_tokens(events)

@@ -1,5 +1,5 @@
 """Real Prefect, Ray, vLLM, torch and files: a run that is killed again and again goes on by itself, and ends like one
-that never was.
+that never was. It recovers at level `prefix`: running responses go on from their tokens.
 
 The run is synchronous (lookahead 0), so that it is a function of its seed: after every restore rollouts and weights
 have the hashes of the uninterrupted run, bit for bit. Trainer checkpoints are rarer than steps, so that batches trained
@@ -32,6 +32,7 @@ SETTINGS = {
     "generation__max_num_seqs": 2,
     "checkpointing__save_period": SAVE_PERIOD,
     "rollout_checkpointing__interval_s": 0.2,
+    "rollout_recovery__target_level": "prefix",
 }
 
 
@@ -99,6 +100,7 @@ def snapshot_with_sealed_siblings(*, step: int, recorded: int = 0) -> Callable[[
             and int(newest["recorded_steps"]) >= recorded
             and int(newest["sealed_siblings"]) > 0
             and int(newest["running_attempts"]) > 0
+            and int(newest["partial_tokens"]) > 0
         )
 
     return moment
@@ -153,6 +155,7 @@ def test_a_run_killed_five_times_is_bitwise_the_run_that_was_never_stopped(midfl
     for life, restore in zip(frozen[:2], restores[:2], strict=True):
         snapshot = next(e for e in reversed(life) if e["event"] == "snapshot_attempt" and e["outcome"] == "completed")
         assert 0 < int(snapshot["sealed_siblings"]) == int(restore["siblings_reused"])
+        assert 0 < int(snapshot["partial_tokens"]) == int(restore["tokens_continued"])
     accounts = audit(midflight.store, RunLayout("killed"))
     assert not accounts.problems
     assert accounts.steps_rolled_back >= 2
