@@ -4,7 +4,8 @@ A simulated engine (`benchmarks.simulated_engine`), of which the lengths of resp
 random moments, once in ten mean response times, while weights are exchanged: what is sampled again is another response.
 The generation side is the real one (model calls, the look at the running ones, their continuation); what a controller
 does about a kill is in `benchmarks.simulated_rollouts`. Groups of 8 siblings of one call, and of three calls one
-after the other; a rollout's length is that of all its calls. `--picture FILE` writes a picture (SVG).
+after the other; a rollout's length is that of all its calls. "Generator lost": the run goes on without a restart, and
+the running calls of a lost machine from the last look at them. `--picture FILE` writes a picture (SVG).
 """
 
 import argparse
@@ -47,11 +48,13 @@ class Measured:
     lengths: NDArray[np.int64]
     kills: int
     sampled_again: float
+    ends_run: bool
 
     @property
     def name(self) -> str:
-        """The level."""
-        return "no kill" if self.level is None else self.level.value
+        """The level, and what is killed if it is not the run."""
+        level = "no kill" if self.level is None else self.level.value
+        return level if self.ends_run else f"{level}, generator lost"
 
     @property
     def mean_error(self) -> tuple[float, float]:
@@ -74,15 +77,30 @@ class Measured:
         return longer / len(self.lengths) / LENGTHS.longer_in_all(self.turns)[lengths]
 
 
-def measure(level: RecoveryLevel | None, turns: int, calls: int) -> Measured:
+def measure(level: RecoveryLevel | None, turns: int, calls: int, *, ends_run: bool = True) -> Measured:
     """One run of the workload."""
     workload = Workload(calls // (SIBLINGS * turns), CALLS_TOGETHER // SIBLINGS, siblings=SIBLINGS, turns=turns)
     kill_every = 0 if level is None else MEAN_TIMES_PER_KILL * LENGTHS.mean
-    disturbances = Disturbances(kill_every, REFIT_EVERY, SAVED_EVERY)
+    disturbances = Disturbances(kill_every, REFIT_EVERY, SAVED_EVERY, ends_run)
     run = InterruptedRollouts(level or RecoveryLevel.SIBLING, workload, disturbances, LENGTHS, seed=1)
     outcome = asyncio.run(run.run())
     lengths = outcome.lengths.reshape(-1, turns).sum(axis=1)
-    return Measured(level, turns, lengths, outcome.kills, outcome.sampled_again)
+    return Measured(level, turns, lengths, outcome.kills, outcome.sampled_again, ends_run)
+
+
+def predicted(turns: int) -> tuple[str, ...]:
+    """What the level `sibling` comes to if no token of a redrawn rollout is what it was before.
+
+    A rollout of t tokens is not met by a kill with the chance (1 - 1/T)^t, with T tokens from kill to kill, and is
+    drawn again until it is not: lengths are weighted with that chance.
+    """
+    known = LENGTHS.longer_in_all(turns)
+    lengths, length = np.arange(1, len(known)), int(np.argmax(known <= 0.05))
+    weights = (known[:-1] - known[1:]) * (1 - 1 / (MEAN_TIMES_PER_KILL * LENGTHS.mean)) ** lengths
+    weights /= weights.sum()
+    mean = float(weights @ lengths) / (turns * LENGTHS.mean) - 1
+    long = float(weights[length:].sum() / known[length]) - 1
+    return "sibling, predicted", f"{100 * mean:+.1f}", f"{100 * long:+.1f}", "", "", ""
 
 
 def named(turns: int) -> str:
@@ -113,13 +131,14 @@ def main() -> None:
     measured = {
         turns: [measure(level, turns, arguments.calls) for level in (None, *levels)] for turns, levels in LEVELS.items()
     }
+    lost = {turns: measure(RecoveryLevel.PREFIX, turns, arguments.calls, ends_run=False) for turns in LEVELS}
     for turns, results in measured.items():
         mean, longest = turns * LENGTHS.mean, int(np.argmax(LENGTHS.longer_in_all(turns) <= 0.05))
         show(
             f"{named(turns)}, a kill in {MEAN_TIMES_PER_KILL} mean response times: against the known mean "
             f"({mean:.1f} tokens) and longest 5 % (over {longest} tokens)",
             ("level", "mean, %", "longest 5 %, %", "sampled again, %", "rollouts", "kills"),
-            map(row_of, results),
+            [*map(row_of, [*results, lost[turns]]), predicted(turns)],
             note="± one standard error",
         )
     if arguments.picture is not None:

@@ -53,7 +53,7 @@ class Workload:
 WORKLOADS = {
     "six-turn episodes": Workload(
         "running_sum?turns=6",
-        LengthDistribution(minimum=3, parts=((1.0, 5.0),), limit=2048),
+        LengthDistribution(minimum=4, parts=((1.0, 4.0),), limit=2048),
         ("prompt_group", "sibling", "turn", "prefix"),
     ),
     "single responses": Workload(

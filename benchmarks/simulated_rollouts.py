@@ -38,12 +38,15 @@ class Workload:
 @dataclass(frozen=True, slots=True)
 class Disturbances:
     """Means in ticks, one tick being a token of each running call: `kill_every` random moments (0: never), new weights
-    each `refit_every`, a snapshot each `saved_every` (0: at the very moment of each kill).
+    each `refit_every`, a snapshot each `saved_every` (0: at the very moment of each kill). `ends_run`: a kill takes
+    everything back to the snapshot; else it takes the generator only, with the tokens since the look at running calls
+    that each snapshot stands for.
     """
 
     kill_every: float
     refit_every: int
     saved_every: int = 0
+    ends_run: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,13 +286,23 @@ class InterruptedRollouts:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        del self._finished[self._saved.finished :]
+        if self._disturbances.ends_run:
+            del self._finished[self._saved.finished :]
+            self._next_group, left = self._saved.next_group, dict(self._saved.groups)
+        else:
+            left = {number: self._as_looked_at(number) for number in self._groups}
         self._start_generator()
-        self._next_group = self._saved.next_group
-        self._groups = {
-            number: tuple(one.after_kill(self._level, self._workload.turns) for one in siblings)
-            for number, siblings in self._saved.groups.items()
-        }
+        turns = self._workload.turns
+        self._groups = {n: tuple(one.after_kill(self._level, turns) for one in group) for n, group in left.items()}
         for number in self._groups:
             self._launch(number)
         self._dispatch()
+
+    def _as_looked_at(self, number: int) -> tuple[Progress, ...]:
+        """A group as it is, apart from tokens of running calls that no look has seen."""
+        siblings = self._groups[number]
+        seen = self._saved.groups.get(number, siblings)
+        return tuple(
+            replace(now, partial=then.partial if len(then.lengths) == len(now.lengths) else None)
+            for now, then in zip(siblings, seen, strict=True)
+        )
