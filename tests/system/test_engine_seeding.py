@@ -1,7 +1,7 @@
 """`generation.seeding: engine` on a real engine: vLLM's own seeded sampling repeats whole calls, and only those."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from transformers import Qwen2ForCausalLM
 
 from gpu_workers.controller.ports import DiscardedPartial, GroupOrder, PartialCompletion, RolloutResult, SiblingOrder
 from gpu_workers.environments.tasks import build_task
+from gpu_workers.generation.capture import Completion
 from gpu_workers.generation.counter_seeds import sampling_seed
 from gpu_workers.generation.engine import Engine, start_engine
 from gpu_workers.generation.model_calls import ModelCalls
@@ -29,11 +30,17 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
 ]
 
-# Prompt and completion are longer than one block of the KV cache, and more requests wait than run together.
+# More siblings wait than run together, and long prompts do not fit into one step (8192 tokens) together.
 CONFIG = RunConfig(
     name="engine-seeding",
     policy={"warm_start_steps": 0},
-    generation={"seeding": "engine", "temperature": 0.8, "max_new_tokens": 48, "max_num_seqs": 8},
+    generation={
+        "seeding": "engine",
+        "temperature": 0.8,
+        "max_new_tokens": 48,
+        "max_num_seqs": 8,
+        "max_model_len": 2048,
+    },
 )
 TASK = build_task(CONFIG.data)
 CANARY = 1e-3
@@ -57,9 +64,15 @@ async def engine(model_dir: Path) -> AsyncIterator[Engine]:
 
 
 @pytest.fixture(scope="module")
-def runner(engine: Engine) -> SiblingRunner:
+def calls(engine: Engine) -> ModelCalls:
+    """Model calls of it."""
+    return ModelCalls(CONFIG, engine, "generator 0")
+
+
+@pytest.fixture(scope="module")
+def runner(calls: ModelCalls) -> SiblingRunner:
     """Siblings on it."""
-    return SiblingRunner(CONFIG, ModelCalls(CONFIG, engine, "generator 0"), TASK, "generator 0")
+    return SiblingRunner(CONFIG, calls, TASK, "generator 0")
 
 
 def order(ordinal: int, siblings: Sequence[SiblingOrder]) -> GroupOrder:
@@ -101,6 +114,17 @@ async def test_its_log_probabilities_are_those_that_a_trainer_computes(runner: S
     model = Qwen2ForCausalLM.from_pretrained(model_dir).eval()
     for call in (await run(runner, order(1, [SiblingOrder(0, 0), SiblingOrder(1, 0)]))).values():
         assert mismatch(model, call) < CANARY
+
+
+async def test_prompts_that_do_not_fit_into_one_step_together_are_sampled_and_repeated(calls: ModelCalls):
+    group = order(0, [SiblingOrder(index, 0) for index in range(8)])
+
+    def sampled(sibling: SiblingOrder) -> Coroutine[Any, Any, Completion]:
+        prompt = tuple(2 + (7 * sibling.generation_index + 3 * place) % 40 for place in range(1500))
+        return calls.complete(group, sibling, prompt, turn=0)
+
+    together = await asyncio.gather(*(sampled(sibling) for sibling in group.siblings))
+    assert [(await sampled(sibling)).token_ids for sibling in group.siblings[:2]] == [c.token_ids for c in together[:2]]
 
 
 async def test_a_part_of_such_a_call_is_never_continued(runner: SiblingRunner, engine: Engine):
