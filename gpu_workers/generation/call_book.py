@@ -10,11 +10,19 @@ A call that has ended stays until the controller no longer asks for it, since it
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
-from gpu_workers.controller.ports import KnownCall, Peek, PeekedCall, SampledTokens, SiblingOrder
+from gpu_workers.controller.ports import KnownCall, Peek, PeekedCall, SampledTokens, SiblingOrder, SiblingResult
 from gpu_workers.generation.capture import Completion, tokens_of
 from gpu_workers.generation.engine_requests import CallUnreadable, RunningRequest, RunningRequests
 from gpu_workers.generation.model_call import ModelCall
 from gpu_workers.generation.sampled_tokens import first_to_send, from_token, is_outdated, joined
+
+
+def blames_prompt(result: SiblingResult | None) -> bool:
+    """Whether an execution came to a data failure, which another attempt answers: its tokens are of no use. Without a
+    result it was aborted, or its engine died.
+    """
+    failure = None if result is None else result.failure
+    return failure is not None and not (failure.infrastructure or failure.refused)
 
 
 class BookedCall:

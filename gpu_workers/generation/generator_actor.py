@@ -31,7 +31,7 @@ from gpu_workers.environments.ports import PlayedEpisodes
 from gpu_workers.environments.ray_control import answer_control
 from gpu_workers.environments.served import ServedEpisodes, served_instances
 from gpu_workers.environments.tasks import Task, build_task
-from gpu_workers.generation.call_book import CallBook
+from gpu_workers.generation.call_book import CallBook, blames_prompt
 from gpu_workers.generation.engine import start_engine
 from gpu_workers.generation.engine_requests import EngineRequests
 from gpu_workers.generation.engine_weights import EngineWeights
@@ -129,13 +129,13 @@ class GeneratorActor:
         self._calls.start(ticket, order.group_id, calls)
 
     async def _run(self, ticket: int, order: GroupOrder, sibling: SiblingOrder) -> SiblingResult:
-        rollout, of_no_use = rollout_id(order.group_id, sibling.generation_index), False
+        rollout = rollout_id(order.group_id, sibling.generation_index)
+        result: SiblingResult | None = None
         try:
             result = await self._siblings.run(order, sibling, lambda said: self._calls.report(ticket, said))
-            of_no_use = result.failure is not None and not result.failure.infrastructure
             return result
         finally:
-            self._book.over(rollout, sibling, forget=of_no_use)
+            self._book.over(rollout, sibling, forget=blames_prompt(result))
 
     async def peek(self, wanted: Mapping[str, tuple[int, int, int]] | None) -> PeekMessage:
         """The running model calls of these rollouts, given with the fields of a `KnownCall`; None: all of them, whole.

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpu_workers.controller.ports import KnownCall, Peek, PeekedCall, SiblingOrder
-from gpu_workers.generation.call_book import CallBook
+from gpu_workers.controller.ports import Failure, KnownCall, Peek, PeekedCall, SiblingOrder, SiblingResult
+from gpu_workers.generation.call_book import CallBook, blames_prompt
 from gpu_workers.generation.engine_requests import EngineRequests
 from gpu_workers.generation.peek_wire import pack_peek, unpack_peek
 from gpu_workers.generation.sampled_tokens import sampled_tokens
@@ -106,6 +106,20 @@ async def test_a_data_failure_is_forgotten_at_once_and_no_other_execution_s_call
         life.book.over(f"e0-p0_g{index}", SiblingOrder(index, 0), forget=True)
     assert [call.rollout_id for call in life.book.peek(None).calls] == ["e0-p0_g1", "e0-p0_g2"]
     await end(again)
+
+
+@pytest.mark.parametrize(
+    ("result", "blamed"),
+    [
+        (SiblingResult(0, 0, failure=Failure(False, "it can't be scored")), True),
+        (SiblingResult(0, 0, failure=Failure(True, "the connection broke")), False),
+        (SiblingResult(0, 0, failure=Failure(False, "the environment is closed", refused=True)), False),
+        (SiblingResult(0, 0, reward=1.0), False),
+        (None, False),
+    ],
+)
+def test_only_a_data_failure_makes_tokens_useless(result: SiblingResult | None, blamed: bool):
+    assert blames_prompt(result) is blamed
 
 
 async def test_a_later_execution_takes_the_place_of_an_earlier_one_and_never_the_other_way_round():
