@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.length_bias_picture import Curve, draw
+from benchmarks.length_distribution import LengthDistribution
 from benchmarks.measuring import show
-from benchmarks.simulated_engine import LengthDistribution
 from benchmarks.simulated_rollouts import Disturbances, InterruptedRollouts, Workload
 from storage.records import RecoveryLevel
 

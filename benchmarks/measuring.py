@@ -2,6 +2,7 @@
 
 import os
 import platform
+import random
 import statistics
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
@@ -45,6 +46,19 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
 def quantile(values: Sequence[float], share: float) -> float:
     """The value that this share of the values does not exceed."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Where the mean lies, 90 % of the time, by drawing the values again and again."""
+    draw = random.Random(1)
+    means = sorted(statistics.fmean(draw.choices(values, k=len(values))) for _ in range(2000))
+    return means[100], means[1900]
+
+
+def verdict(ratios: Sequence[float], limit: float) -> str:
+    """Whether the mean of ratios, which must be at least `limit`, is, as far as these tell."""
+    low, high = interval(ratios)
+    return "ok" if low >= limit else "TOO SLOW" if high < limit else f"undecided: {limit} is in the interval"
 
 
 def slope(points: Sequence[tuple[float, float]]) -> float:

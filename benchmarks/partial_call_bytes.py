@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from benchmarks.length_distribution import LengthDistribution
 from benchmarks.measuring import show
-from benchmarks.simulated_engine import LengthDistribution
 from benchmarks.timed_player import NoModel, TimedPlayer
 from gpu_workers.controller.ports import KnownCall, Peek, PeekedCall
 from gpu_workers.controller.published_bundles import PublishedBundles

@@ -19,8 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.length_distribution import LengthDistribution
 from benchmarks.measuring import quantile, show, spread
-from benchmarks.simulated_engine import LengthDistribution
 from benchmarks.timed_player import Call, NoModel, Span, TimedPlayer
 from gpu_workers.controller.published_bundles import PublishedBundles
 from gpu_workers.controller.restorer import RestorePlan

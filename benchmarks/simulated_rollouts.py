@@ -12,7 +12,8 @@ from random import Random
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.simulated_engine import LengthDistribution, SimulatedEngine, simulated
+from benchmarks.length_distribution import LengthDistribution
+from benchmarks.simulated_engine import SimulatedEngine, simulated
 from gpu_workers.controller.ports import GroupOrder, KnownCall, PartialCompletion, SiblingOrder
 from gpu_workers.generation.call_book import CallBook
 from gpu_workers.generation.capture import Completion

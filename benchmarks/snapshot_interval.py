@@ -11,14 +11,13 @@ middle of one at each snapshot; generators are looked at for snapshots only.
 import argparse
 import json
 import os
-import random
 import statistics
 import subprocess
 import sys
 from dataclasses import dataclass
 
 from benchmarks.live_run import Event, LiveRun, services
-from benchmarks.measuring import FINDS_BENCHMARKS, show, spread
+from benchmarks.measuring import FINDS_BENCHMARKS, interval, show, spread, verdict
 
 LIMIT = 0.98
 SETTINGS = {
@@ -84,18 +83,10 @@ def ratios(events: list[Event], windows: list[Window]) -> tuple[list[float], lis
     return by_time, by_cpu
 
 
-def interval(values: list[float]) -> tuple[float, float]:
-    """Where the mean lies, 90 % of the time, by drawing the pairs again and again."""
-    draw = random.Random(1)
-    means = sorted(statistics.fmean(draw.choices(values, k=len(values))) for _ in range(2000))
-    return means[100], means[1900]
-
-
 def row_of(name: str, values: list[float]) -> tuple[str, ...]:
     """One ratio, and whether the requirement holds, as far as these windows can tell."""
     low, high = interval(values)
-    verdict = "ok" if low >= LIMIT else "TOO SLOW" if high < LIMIT else f"undecided: {LIMIT} is in the interval"
-    return name, f"{statistics.fmean(values):.3f}", f"{low:.3f}-{high:.3f}", spread(values, 3), verdict
+    return name, f"{statistics.fmean(values):.3f}", f"{low:.3f}-{high:.3f}", spread(values, 3), verdict(values, LIMIT)
 
 
 def main() -> None:

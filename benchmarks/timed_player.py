@@ -8,7 +8,8 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from benchmarks.simulated_engine import LengthDistribution, SimulatedEngine, simulated
+from benchmarks.length_distribution import LengthDistribution
+from benchmarks.simulated_engine import SimulatedEngine, simulated
 from gpu_workers.controller.ports import (
     GroupOrder,
     KnownCall,

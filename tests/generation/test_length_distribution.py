@@ -9,7 +9,7 @@ from math import sqrt
 
 import pytest
 
-from benchmarks.simulated_engine import LengthDistribution
+from benchmarks.length_distribution import LengthDistribution
 from benchmarks.simulated_rollouts import Disturbances, InterruptedRollouts, Outcome, Workload
 from gpu_workers.controller.ports import SiblingOrder
 from gpu_workers.generation.capture import Completion
