@@ -108,12 +108,12 @@ async def measure(handle: Any, orders: list[GroupOrder], rounds: int) -> tuple[l
 
 def group_orders(config: RunConfig, groups: int) -> list[GroupOrder]:
     """The first groups of the dataset."""
-    task = build_task(config.data)
+    task, keeps = build_task(config.data), config.rollout_recovery.uses(RecoveryLevel.PREFIX)
     orders = []
     for ordinal in range(groups):
         token_ids, task_json = task.prompt(ordinal)
         prompt = Prompt(PromptRef(ordinal, 0, ""), token_ids, task_json)
-        siblings, keeps = tuple(SiblingOrder(index, 0) for index in range(_SIBLINGS)), config.rollout_recovery.uses(RecoveryLevel.PREFIX)
+        siblings = tuple(SiblingOrder(index, 0) for index in range(_SIBLINGS))
         orders.append(GroupOrder(prompt.ref.group_id, prompt, siblings, keeps_running=keeps))
     return orders
 
