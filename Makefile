@@ -42,7 +42,11 @@ bench: install ## the benchmarks, as tables (about an hour; SHORT=1: about 25 mi
 	@$(BIN)/python -m benchmarks.generation_throughput
 	@$(BIN)/python -m benchmarks.restore_to_dispatch $(if $(SHORT),--short)
 	@$(BIN)/python -m benchmarks.recovery_levels $(if $(SHORT),--kills 3)
+	@$(BIN)/python -m benchmarks.length_bias $(if $(SHORT),--calls 24000)
+	@$(BIN)/python -m benchmarks.peek_cost $(if $(SHORT),--rounds 4)
+	@$(BIN)/python -m benchmarks.partial_call_bytes
 	@$(BIN)/python -m benchmarks.snapshot_interval $(if $(SHORT),--short)
+	@$(BIN)/python -m benchmarks.snapshot_interval --level prefix --interval-s 5 $(if $(SHORT),--short)
 	@$(BIN)/python -m benchmarks.orchestration_cost $(if $(SHORT),--short)
 	@$(BIN)/python -m benchmarks.trace_cost $(if $(SHORT),--rounds 3)
 	@$(BIN)/python -m benchmarks.trace_analytics $(if $(SHORT),--events 1000000)

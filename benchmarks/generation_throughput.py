@@ -30,7 +30,7 @@ from gpu_workers.generation.runtime_env import generator_env
 from gpu_workers.generation.sampling import SeededSampling, sampling_settings
 from gpu_workers.generation.sibling_runner import SiblingRunner
 from gpu_workers.models.tiny import ensure_model
-from storage.records import Prompt, PromptRef
+from storage.records import Prompt, PromptRef, RecoveryLevel
 from storage.run_config import RunConfig
 
 _SIBLINGS = 8
@@ -108,14 +108,13 @@ async def measure(handle: Any, orders: list[GroupOrder], rounds: int) -> tuple[l
 
 def group_orders(config: RunConfig, groups: int) -> list[GroupOrder]:
     """The first groups of the dataset."""
-    task = build_task(config.data)
+    task, keeps = build_task(config.data), config.rollout_recovery.uses(RecoveryLevel.PREFIX)
     orders = []
     for ordinal in range(groups):
         token_ids, task_json = task.prompt(ordinal)
         prompt = Prompt(PromptRef(ordinal, 0, ""), token_ids, task_json)
-        orders.append(
-            GroupOrder(prompt.ref.group_id, prompt, tuple(SiblingOrder(index, 0) for index in range(_SIBLINGS)))
-        )
+        siblings = tuple(SiblingOrder(index, 0) for index in range(_SIBLINGS))
+        orders.append(GroupOrder(prompt.ref.group_id, prompt, siblings, keeps_running=keeps))
     return orders
 
 

@@ -204,7 +204,7 @@ class InterruptedRollouts:
         prompt = Prompt(PromptRef(number, 0, ""), (3, 3, 3), "{}")
         siblings = self._groups[number]
         orders = tuple(self._order(index, progress) for index, progress in enumerate(siblings))
-        order = GroupOrder(prompt.ref.group_id, prompt, orders)
+        order = GroupOrder(prompt.ref.group_id, prompt, orders, keeps_running=self._level.keeps_tokens)
         for sibling, progress in zip(orders, siblings, strict=True):
             if len(progress.lengths) < self._workload.turns:
                 task = asyncio.create_task(self._play(number, order, sibling, progress))

@@ -23,12 +23,18 @@ def chunk_defect(call: PartialCall, rows: Mapping[str, RowHandle]) -> str | None
         if found != expected:
             return f"row {chunk} is of {found}, expected {expected}"
         length = _length(row, "token_ids")
-        if (defect := _span_defect(row, length)) is not None:
+        if (defect := _token_defect(row) or _span_defect(row, length)) is not None:
             return f"row {chunk}: {defect}"
         start += length
     if start != call.num_tokens:
         return f"its rows hold {start} tokens, its record says {call.num_tokens}"
     return None
+
+
+def _token_defect(row: RowHandle) -> str | None:
+    """An engine would be asked to go on from them."""
+    lowest = row.batch.column("token_ids")[row.index].values.to_numpy().min(initial=0)
+    return f"it holds token {lowest}" if lowest < 0 else None
 
 
 def _span_defect(row: RowHandle, length: int) -> str | None:
@@ -38,7 +44,7 @@ def _span_defect(row: RowHandle, length: int) -> str | None:
     starts, versions = _value(row, "version_starts"), _value(row, "versions")
     bounds = [*starts, length]
     rising = all(one < other for one, other in zip(bounds, bounds[1:], strict=False))
-    if starts[:1] != [0] or not rising or len(starts) != len(versions):
+    if starts[:1] != [0] or not rising or len(starts) != len(versions) or min(versions) < 0:
         return f"{length} tokens with weight versions {versions} from {starts} on"
     return None
 

@@ -7,14 +7,16 @@ sibling decides which of them count: entries of siblings that are sealed, or tha
 """
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from gpu_workers.controller.barrier import Cut, Mutation
+from gpu_workers.controller.call_tokens import CallTokens
 from gpu_workers.controller.ports import KnownCall, PartialCompletion, PeekedCall, SampledTokens
 from gpu_workers.controller.recovery_ledger import RecoveryLedger
 from storage.records import (
@@ -37,10 +39,10 @@ _MOST_ROWS = 32
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """One call. `record` describes the tokens that lie in `rows`, the first ones of `sampled`."""
+    """One call. `record` describes the tokens that lie in `rows`, the first ones of `tokens`."""
 
     record: PartialCall
-    sampled: SampledTokens
+    tokens: CallTokens
     rows: tuple[RowHandle, ...] = ()
 
 
@@ -75,21 +77,33 @@ class PartialCalls:
         held = self._held.get(rollout)
         if held is None or held.record.attempt != sibling.attempt:
             return KnownCall(sibling.environment_attempt)
-        return KnownCall(sibling.environment_attempt, held.record.turn, len(held.sampled))
+        return KnownCall(sibling.environment_attempt, held.record.turn, len(held.tokens))
 
     def is_news(self, call: PeekedCall) -> bool:
-        """Whether it has a token, or an end, that is not known."""
+        """Whether it has a token, or an end, that is not known and counts."""
+        if not self._is_current(call):
+            return False
         held = self._held.get(call.rollout_id)
         if held is None or not _is_same(held.record, call):
             return bool(len(call.sampled) or call.finish_reason)
-        return call.start + len(call.sampled) != len(held.sampled) or call.finish_reason != held.record.finish_reason
+        return call.start + len(call.sampled) != len(held.tokens) or call.finish_reason != held.record.finish_reason
+
+    def _is_current(self, call: PeekedCall) -> bool:
+        """Whether it is what its sibling goes on with: of the execution that runs, or of one that was interrupted as
+        long as no other has begun; of the turn after those that are staged.
+        """
+        sibling = self._sibling(call.rollout_id)
+        if sibling is None or sibling.status not in _RUNNING or sibling.attempt != call.attempt:
+            return False
+        executed, waits = sibling.environment_attempt, sibling.status is AttemptStatus.RESUMED
+        is_execution = call.environment_attempt == executed or (waits and call.environment_attempt < executed)
+        return is_execution and call.turn == len(self._ledger.staged(call.rollout_id))
 
     def extend(self, mutation: Mutation, peeked: Iterable[PeekedCall]) -> None:
         """Take over what a peek has found; forget the calls of siblings that do not run any more."""
         mutation.require_live()
         for call in peeked:
-            sibling = self._sibling(call.rollout_id)
-            if sibling is not None and sibling.attempt == call.attempt:
+            if self._is_current(call):
                 self._take(call)
         gone = [rollout for rollout, held in self._held.items() if not self._is_running(rollout, held.record)]
         for rollout in gone:
@@ -103,22 +117,23 @@ class PartialCalls:
     def of(self, rollout: str, *, attempt: int, turn: int) -> PartialCompletion | None:
         """What there is of a sibling's call of this turn, to be continued; None without a token."""
         held = self._held.get(rollout)
-        if held is None or (held.record.attempt, held.record.turn) != (attempt, turn) or not len(held.sampled):
+        if held is None or (held.record.attempt, held.record.turn) != (attempt, turn) or not len(held.tokens):
             return None
-        return PartialCompletion(turn, held.record.prompt_digest, held.record.sampling, held.sampled)
+        return PartialCompletion(turn, held.record.prompt_digest, held.record.sampling, held.tokens.since(0))
 
-    async def stage(self) -> None:
+    async def stage(self, *, in_thread: Callable[..., Awaitable[Any]] = asyncio.to_thread) -> None:
         """Make rows of all tokens that lie in none, off the event loop; calls that go on meanwhile lose nothing."""
         async with self._staging:
-            behind = {r: held for r, held in self._held.items() if held.record.num_tokens < len(held.sampled)}
+            behind = {r: held for r, held in self._held.items() if held.record.num_tokens < len(held.tokens)}
             if not behind:
                 return
-            staged = await asyncio.to_thread(_staged, behind)
+            staged: dict[str, _Held] = await in_thread(_staged, behind)
             for rollout, held in staged.items():
-                newest = self._held.get(rollout)
-                if newest is not None and newest.record == behind[rollout].record:
+                newest, before = self._held.get(rollout), behind[rollout].tokens
+                if newest is not None and newest.tokens.begins_with(before):
                     record = replace(held.record, finish_reason=newest.record.finish_reason)
-                    self._held[rollout] = replace(held, record=record, sampled=newest.sampled)
+                    parts = (*held.tokens.parts, *newest.tokens.parts[len(before.parts) :])
+                    self._held[rollout] = _Held(record, CallTokens(parts, len(newest.tokens)), held.rows)
 
     def capture(
         self, cut: Cut, ledger: Sequence[LedgerGroup], episodes: Mapping[str, EpisodeRecord]
@@ -139,7 +154,7 @@ class PartialCalls:
                 record = held.record
                 if sibling.status in _RUNNING and (record.attempt, record.turn) == (sibling.attempt, turn):
                     # What was found of its end belongs to tokens that may not lie in rows yet.
-                    whole = record.num_tokens == len(held.sampled)
+                    whole = record.num_tokens == len(held.tokens)
                     records.append(record if whole else replace(record, finish_reason=""))
                     rows.update(zip(record.chunks, held.rows, strict=True))
         return tuple(records), rows
@@ -150,20 +165,20 @@ class PartialCalls:
         self._held = {}
         for call in calls:
             chunks = tuple(rows[chunk] for chunk in call.chunks)
-            self._held[call.rollout_id] = _Held(call, _joined([_sampled_of(chunk) for chunk in chunks]), chunks)
+            self._held[call.rollout_id] = _Held(call, CallTokens.of(list(map(_sampled_of, chunks))), chunks)
 
     def held(self) -> HeldTokens:
         """How much is known, of all calls that run or are to be continued."""
-        sampled = [len(held.sampled) for r, held in self._held.items() if self._is_running(r, held.record)]
-        return HeldTokens(len(sampled), sum(sampled))
+        tokens = [len(held.tokens) for r, held in self._held.items() if self._is_running(r, held.record)]
+        return HeldTokens(len(tokens), sum(tokens))
 
     def _take(self, call: PeekedCall) -> None:
         held = self._held.get(call.rollout_id)
         if held is not None and _is_same(held.record, call):
-            grown = _grown(held.sampled, call)
+            grown = held.tokens.grown(call.start, call.sampled)
             if grown is not None:
                 record = replace(held.record, finish_reason=call.finish_reason)
-                self._held[call.rollout_id] = replace(held, record=record, sampled=grown)
+                self._held[call.rollout_id] = replace(held, record=record, tokens=grown)
                 return
         self._held.pop(call.rollout_id, None)
         if call.start == 0:
@@ -178,7 +193,7 @@ class PartialCalls:
                 num_tokens=0,
                 finish_reason=call.finish_reason,
             )
-            self._held[call.rollout_id] = _Held(record, call.sampled)
+            self._held[call.rollout_id] = _Held(record, CallTokens.of([call.sampled]))
 
     def _sibling(self, rollout: str) -> Sibling | None:
         group_id, _, index = rollout.rpartition("_g")
@@ -198,52 +213,6 @@ def _is_same(record: PartialCall, call: PeekedCall) -> bool:
     )
 
 
-def _grown(held: SampledTokens, call: PeekedCall) -> SampledTokens | None:
-    """The held tokens with those that the call has beyond them; None when these are not its first ones."""
-    known, found = len(held), call.start + len(call.sampled)
-    if call.start > known or found < known:
-        return None
-    overlap = known - call.start
-    old, new = _part(held, call.start, known), _part(call.sampled, 0, overlap)
-    if not (np.array_equal(old.token_ids, new.token_ids) and np.array_equal(old.logprobs, new.logprobs)):
-        return None
-    return held if found == known else _joined([held, _part(call.sampled, overlap, len(call.sampled))])
-
-
-def _part(sampled: SampledTokens, start: int, end: int) -> SampledTokens:
-    """Tokens `start` to `end` (exclusive), with their spans."""
-    if start >= end:
-        return SampledTokens(sampled.token_ids[:0], sampled.logprobs[:0], (), ())
-    spans = list(zip(sampled.version_starts, sampled.versions, strict=True))
-    before = [span for span in spans if span[0] <= start][-1:]
-    inside = [span for span in spans if start < span[0] < end]
-    return SampledTokens(
-        sampled.token_ids[start:end],
-        sampled.logprobs[start:end],
-        tuple(max(first - start, 0) for first, _ in before + inside),
-        tuple(version for _, version in before + inside),
-    )
-
-
-def _joined(parts: Sequence[SampledTokens]) -> SampledTokens:
-    """All tokens one after the other; neighbouring spans of one version are one span."""
-    starts: list[int] = []
-    versions: list[int] = []
-    length = 0
-    for part in parts:
-        for start, version in zip(part.version_starts, part.versions, strict=True):
-            if not versions or versions[-1] != version:
-                starts.append(length + start)
-                versions.append(version)
-        length += len(part)
-    return SampledTokens(
-        np.concatenate([part.token_ids for part in parts]) if parts else np.empty(0, np.int32),
-        np.concatenate([part.logprobs for part in parts]) if parts else np.empty(0, np.float32),
-        tuple(starts),
-        tuple(versions),
-    )
-
-
 def _sampled_of(row: RowHandle) -> SampledTokens:
     """The tokens of a row of `PARTIAL_TOKENS`."""
     values = {name: row.batch.column(name)[row.index].values for name in ("token_ids", "logprobs")}
@@ -257,31 +226,49 @@ def _sampled_of(row: RowHandle) -> SampledTokens:
 
 def _staged(behind: Mapping[str, _Held]) -> dict[str, _Held]:
     """The same calls with all of their tokens in rows: one new row for each, all in one batch."""
-    rows: list[dict[str, Any]] = []
-    for held in behind.values():
-        record, end = held.record, len(held.sampled)
-        start = 0 if len(record.chunks) + 1 >= _MOST_ROWS else record.num_tokens
-        part = _part(held.sampled, start, end)
-        row: dict[str, Any] = {
-            "row_id": partial_key(record.key, start=start, end=end),
-            "rollout_id": record.rollout_id,
-            "group_id": record.rollout_id.rpartition("_g")[0],
-            "attempt": record.attempt,
-            "turn": record.turn,
-            "start": start,
-            "token_ids": part.token_ids,
-            "logprobs": part.logprobs,
-            "version_starts": part.version_starts,
-            "versions": part.versions,
-        }
-        row["digest"] = row_digest(RowKind.PARTIAL_TOKENS, row)
-        rows.append(row)
-    columns = {name: [row[name] for row in rows] for name in PARTIAL_TOKENS.names}
-    batch = pa.RecordBatch.from_pydict(columns, schema=PARTIAL_TOKENS)
+    starts = [0 if len(held.rows) + 1 >= _MOST_ROWS else held.record.num_tokens for held in behind.values()]
+    batch = _batch([_row(held, start) for held, start in zip(behind.values(), starts, strict=True)])
     staged = {}
-    for (rollout, held), handle in zip(behind.items(), handles(RowKind.PARTIAL_TOKENS, batch), strict=True):
-        anew = batch.column("start")[handle.index].as_py() == 0
-        chunks = (() if anew else held.record.chunks) + (handle.row_id,)
-        record = replace(held.record, chunks=chunks, num_tokens=len(held.sampled))
-        staged[rollout] = _Held(record, held.sampled, (() if anew else held.rows) + (handle,))
+    made = handles(RowKind.PARTIAL_TOKENS, batch)
+    for (rollout, held), start, row in zip(behind.items(), starts, made, strict=True):
+        rows = (*held.rows, row) if start else (row,)
+        # From the rows, so that no token is held twice.
+        parts = (*held.tokens.parts[: len(held.rows)], _sampled_of(row)) if start else (_sampled_of(row),)
+        record = replace(held.record, chunks=tuple(one.row_id for one in rows), num_tokens=len(held.tokens))
+        staged[rollout] = _Held(record, CallTokens(parts, len(held.tokens)), rows)
     return staged
+
+
+def _row(held: _Held, start: int) -> dict[str, Any]:
+    """The tokens of a call from index `start` on."""
+    record, sampled = held.record, held.tokens.since(start)
+    row: dict[str, Any] = {
+        "row_id": partial_key(record.key, start=start, end=len(held.tokens)),
+        "rollout_id": record.rollout_id,
+        "group_id": record.rollout_id.rpartition("_g")[0],
+        "attempt": record.attempt,
+        "turn": record.turn,
+        "start": start,
+        "token_ids": sampled.token_ids,
+        "logprobs": sampled.logprobs,
+        "version_starts": sampled.version_starts,
+        "versions": sampled.versions,
+    }
+    return row | {"digest": row_digest(RowKind.PARTIAL_TOKENS, row)}
+
+
+def _batch(rows: Sequence[Mapping[str, Any]]) -> pa.RecordBatch:
+    """Without a Python number for each token, whose making would hold the interpreter up."""
+    columns = [
+        _lists([row[field.name] for row in rows], field.type)
+        if field.name in ("token_ids", "logprobs")
+        else pa.array([row[field.name] for row in rows], field.type)
+        for field in PARTIAL_TOKENS
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=PARTIAL_TOKENS)
+
+
+def _lists(arrays: Sequence[NDArray[Any]], type_: pa.ListType) -> pa.Array:
+    offsets = np.zeros(len(arrays) + 1, dtype=np.int32)
+    np.cumsum([len(array) for array in arrays], out=offsets[1:])
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.concatenate(arrays)), type=type_)

@@ -113,7 +113,9 @@ class BookedCall:
 
 
 class CallBook:
-    """The calls by rollout. One that `keeps` nothing is for runs that never ask."""
+    """The calls by rollout, of groups whose running attempts are kept: nobody asks for others, nor has them forgotten.
+    One that `keeps` nothing is for whoever never asks.
+    """
 
     def __init__(self, requests: RunningRequests, *, keeps: bool, unreadable: str = "") -> None:
         """`unreadable`: why no call of this generator can be continued."""
@@ -129,7 +131,7 @@ class CallBook:
     def opened(self, call: ModelCall, started_from: SampledTokens, *, sampled_anew: bool) -> Iterator[BookedCall]:
         """The call while it is sampled. It takes the place of its rollout's last one."""
         booked = BookedCall(call, started_from, self._requests, sampled_anew=sampled_anew)
-        if not self._keeps:
+        if not (self._keeps and call.order.keeps_running):
             yield booked
             return
         last = self._calls.get(call.rollout_id)

@@ -46,7 +46,7 @@ from gpu_workers.generation.sibling_runner import SiblingRunner
 from gpu_workers.generation.supervised_environment import instance_name
 from gpu_workers.generation.wire import Message, pack
 from gpu_workers.worker_logs import forward_logs
-from storage.records import RecoveryLevel, rollout_id
+from storage.records import rollout_id
 from storage.run_config import RunConfig
 
 # One event loop serves everything (vLLM's client is bound to it), so there are no concurrency groups, which would
@@ -70,7 +70,7 @@ class GeneratorActor:
         self._control = ControlPlane(self._table, grace_s=config.environment.lease_grace_s)
         self._book = CallBook(
             EngineRequests(self._engine.llm),
-            keeps=config.rollout_recovery.uses(RecoveryLevel.PREFIX),
+            keeps=True,
             unreadable=PLAYED_BY_AGENT if isinstance(task, GymTask) else "",
         )
         calls = ModelCalls(config, self._engine, self._name, self._book)

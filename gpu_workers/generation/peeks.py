@@ -24,7 +24,7 @@ def _age(call: PeekedCall) -> tuple[int, int]:
 
 
 class Salvage:
-    """The calls of a generator that died, each given out once to whoever wants it."""
+    """The calls of a generator that died, each given out until whoever wants it has it: an answer may be lost."""
 
     def __init__(self, found: Peek | None = None) -> None:
         """`found`: the answer to being asked for everything."""
@@ -33,7 +33,15 @@ class Salvage:
         self._unreadable = dict(found.unreadable)
 
     def take(self, wanted: Mapping[str, KnownCall]) -> Peek:
-        """What it adds to what is known of these rollouts; calls of older executions are forgotten unsaid."""
-        found = [news(self._calls.pop(rollout), known) for rollout, known in wanted.items() if rollout in self._calls]
+        """What it adds to what is known of these rollouts; calls of which all is known, or of older executions, are
+        forgotten unsaid.
+        """
+        calls = []
+        for rollout in [rollout for rollout in wanted if rollout in self._calls]:
+            found = news(self._calls[rollout], wanted[rollout])
+            if found is None or (found.start and not len(found.sampled)):
+                del self._calls[rollout]
+            else:
+                calls.append(found)
         unreadable = {r: self._unreadable.pop(r) for r in wanted if r in self._unreadable}
-        return Peek(tuple(call for call in found if call is not None), unreadable)
+        return Peek(tuple(calls), unreadable)

@@ -24,7 +24,6 @@ from gpu_workers.environments.ports import EnvironmentControl
 from gpu_workers.generation.peeks import Salvage, merged
 from gpu_workers.generation.supervised_environment import SupervisedEnvironment, instance_name
 from storage.errors import GeneratorLost, InfrastructureFailure, MidflightError, WorkerDied
-from storage.records import RecoveryLevel
 from storage.run_config import RunConfig
 
 # Of the longest time that a look at the running calls may take: who does not answer by then must not cost the others'
@@ -101,7 +100,7 @@ class SupervisedGenerators:
         self._host = host
         self._trace = trace
         self._limits = config.async_rl
-        self._keeps_tokens = config.rollout_recovery.uses(RecoveryLevel.PREFIX)
+        self._keeps_tokens = False  # until a group runs whose level does, whatever the configuration says by now
         self._peek_s = _OWN_SHARE * config.rollout_recovery.peek_deadline_s
         self._most_restarts = config.generation.max_generator_restarts
         self._slots = [_Slot(index, live, live.facts) for index, live in enumerate(generators)]
@@ -125,6 +124,7 @@ class SupervisedGenerators:
 
         Raises `WorkerDied` when it dies meanwhile, `GeneratorLost` when none will live again.
         """
+        self._keeps_tokens |= order.keeps_running
         living = await self._living()
         home = [one for one in living if instance_name(one[0].index) == order.instance]
         slot, live = min(home or living, key=lambda one: len(one[0].running))

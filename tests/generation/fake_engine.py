@@ -189,7 +189,7 @@ class Life:
 
 def order(*siblings: SiblingOrder) -> GroupOrder:
     """A group of one prompt."""
-    return GroupOrder("e0-p0", Prompt(PromptRef(0, 0, ""), (4, 5), "{}"), siblings)
+    return GroupOrder("e0-p0", Prompt(PromptRef(0, 0, ""), (4, 5), "{}"), siblings, keeps_running=True)
 
 
 def partial_of(call: PeekedCall) -> PartialCompletion:

@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from gpu_workers.generation.engine_requests import EngineRequests
 from gpu_workers.generation.peek_wire import pack_peek, unpack_peek
 from gpu_workers.generation.sampled_tokens import sampled_tokens
 from storage.records import CallSampling
-from tests.generation.fake_engine import FakeLlm, Life, turns
+from tests.generation.fake_engine import FakeLlm, Life, order, turns
 
 WANTED = {f"e0-p0_g{index}": KnownCall(0) for index in range(3)}
 
@@ -157,6 +158,16 @@ async def test_a_book_that_keeps_nothing_is_empty_while_calls_run():
     await life.steps(2)
     assert (len(life.calls._book), life.calls._book.peek(None)) == (0, Peek())
     await life.finish(call)
+
+
+async def test_calls_of_groups_whose_level_keeps_no_tokens_leave_nothing_behind():
+    life = Life()
+    group = replace(order(SiblingOrder(0, 0)), keeps_running=False)
+    call = asyncio.create_task(life.calls.complete(group, group.siblings[0], (4, 5), turn=0))
+    await life.steps(2)
+    assert len(life.book) == 0
+    await life.finish(call)
+    assert len(life.book) == 0
 
 
 async def test_calls_that_an_agent_plays_are_unreadable_for_its_reason():

@@ -49,7 +49,7 @@ class Player(Life):
     def play(self, sibling: SiblingOrder) -> "asyncio.Task[SiblingResult]":
         """One episode."""
         token_ids, task_json = TASK.prompt(0)
-        group = GroupOrder("e0-p0", Prompt(PromptRef(0, 0, ""), token_ids, task_json), (sibling,))
+        group = GroupOrder("e0-p0", Prompt(PromptRef(0, 0, ""), token_ids, task_json), (sibling,), keeps_running=True)
         return asyncio.create_task(self.runner.run(group, sibling, self.reported.append))
 
     async def end(self, playing: "asyncio.Task[SiblingResult]") -> SiblingResult:

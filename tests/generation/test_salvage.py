@@ -78,8 +78,9 @@ class Scene:
         config = RunConfig(
             name="run",
             async_rl={"retry_backoff_s": 0.001, "retry_backoff_max_s": 0.004},
-            rollout_recovery={"target_level": level, "peek_deadline_s": deadline_s},
+            rollout_recovery={"peek_deadline_s": deadline_s},
         )
+        self.keeps_running = level == "prefix"
         self.lives = [Looked(index) for index in range(count)]
         self.events: list[dict[str, Any]] = []
         self.generators = SupervisedGenerators(config, self, list(self.lives), trace=self)
@@ -97,9 +98,12 @@ class Scene:
         return [e for e in self.events if e["event"] == event]
 
     async def run(self, group_id: str) -> None:
-        prompt = Prompt(PromptRef(0, 0, ""), (4,), "{}")
-        async for _ in self.generators.generate(GroupOrder(group_id, prompt, (SiblingOrder(0, 0),))):
+        async for _ in self.generators.generate(self._order(group_id)):
             pass
+
+    def _order(self, group_id: str) -> GroupOrder:
+        prompt = Prompt(PromptRef(0, 0, ""), (4,), "{}")
+        return GroupOrder(group_id, prompt, (SiblingOrder(0, 0),), keeps_running=self.keeps_running)
 
     async def kill(self, index: int = 0, groups: int = 1) -> "list[asyncio.Task[None]]":
         """The groups that run there when the engine dies."""
@@ -142,7 +146,7 @@ async def test_a_generator_that_fails_or_does_not_answer_is_left_out_and_named()
     assert failed == {1: "the connection broke", 2: "no answer within 0.008 s"}
 
 
-async def test_what_a_dead_engine_s_actor_knows_is_there_when_its_groups_are_told_and_is_given_out_once():
+async def test_what_a_dead_engine_s_actor_knows_is_there_when_its_groups_are_told_until_all_of_it_is_known():
     scene = Scene()
     dead = scene.lives[0]
     dead.answer = Peek((peeked("a"), peeked("b")), {"c": "played by an agent"})
@@ -156,7 +160,9 @@ async def test_what_a_dead_engine_s_actor_knows_is_there_when_its_groups_are_tol
     assert dead.asked == [None]
     first = await scene.generators.peek({"a": KnownCall(0, tokens=1), "c": KNOWN})
     assert (found(first), first.unreadable) == ({"a": (1, 2)}, {"c": "played by an agent"})
-    assert found(await scene.generators.peek({"a": KNOWN, "b": KNOWN})) == {"b": (0, 3)}
+    assert found(await scene.generators.peek({"a": KnownCall(0, tokens=1)})) == {"a": (1, 2)}  # the answer was lost
+    assert found(await scene.generators.peek({"a": KnownCall(0, tokens=3), "b": KNOWN})) == {"b": (0, 3)}
+    assert found(await scene.generators.peek({"a": KNOWN})) == {}
     await until(lambda: bool(scene.of("generator_restarted")))
     await scene.generators.close()
 
@@ -190,6 +196,16 @@ async def test_below_level_prefix_a_dead_generator_is_asked_for_nothing():
         await group
     await until(lambda: bool(scene.of("generator_restarted")))
     assert dead.asked == []
+
+
+async def test_a_group_at_level_prefix_keeps_it_when_the_configuration_asks_for_less_by_now():
+    scene = Scene(level="prefix")
+    scene.lives[0].answer = Peek((peeked("a"),))
+    (group,) = await scene.kill()
+    with pytest.raises(WorkerDied):
+        await group
+    assert found(await scene.generators.peek({"a": KNOWN})) == {"a": (0, 3)}
+    await scene.generators.close()
 
 
 async def test_closing_ends_a_look_at_a_dead_generator():

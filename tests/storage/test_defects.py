@@ -266,6 +266,8 @@ def test_a_row_whose_content_is_not_what_its_digest_says_is_refused(run: Any, bu
         ({"version_starts": [0, 2], "versions": [3, 4]}, r"from \[0, 2\] on"),
         ({"version_starts": [], "versions": []}, r"weight versions \[\] from \[\] on"),
         ({"versions": [3, 4]}, r"weight versions \[3, 4\] from \[0\] on"),
+        ({"versions": [-1]}, r"2 tokens with weight versions \[-1\] from \[0\] on"),
+        ({"token_ids": [7, -7]}, "it holds token -7"),
     ],
 )
 def test_a_row_that_is_not_of_its_partial_call_is_refused(

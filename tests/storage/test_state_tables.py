@@ -345,6 +345,8 @@ def test_a_partial_call_is_the_current_call_of_a_running_sibling(make: Any, chan
         ("p0-3", "p3-3", "p3-5"),
         ("p00-3", "p3-5"),
         ("p0-3", "tail"),
+        ("p0-3", "p3-" + "9" * 5000),
+        ("p0-3", "p3-\u0665"),
     ],
 )
 def test_the_chunks_of_a_partial_call_hold_each_token_once_and_in_order(make: Any, chunks: tuple[str, ...]) -> None:

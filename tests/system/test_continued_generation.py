@@ -87,7 +87,7 @@ def order(siblings: Sequence[SiblingOrder], ordinal: int = 0) -> GroupOrder:
     """Siblings of one prompt."""
     token_ids, task_json = TASK.prompt(ordinal)
     prompt = Prompt(PromptRef(ordinal, 0, "hash"), token_ids, task_json)
-    return GroupOrder(prompt.ref.group_id, prompt, tuple(siblings))
+    return GroupOrder(prompt.ref.group_id, prompt, tuple(siblings), keeps_running=True)
 
 
 def calls_of(results: Sequence[RolloutResult]) -> dict[str, dict[str, Any]]:
