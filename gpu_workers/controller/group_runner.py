@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from gpu_workers.controller.call_peeker import CallPeeker
 from gpu_workers.controller.environment_checkpoint import EnvironmentCheckpoint
+from gpu_workers.controller.environment_snapshot import RESTART_ONLY
 from gpu_workers.controller.failed_groups import FailedGroups
 from gpu_workers.controller.failures import FailurePolicy
 from gpu_workers.controller.finalizer import Finalizer
@@ -43,7 +44,6 @@ from storage.records import (
     rollout_id,
 )
 
-_RESTART_ONLY = "restart_only"  # the mode of environments whose state can't come back
 _REFUSED_PAUSE_S = 0.05  # an environment that stays closed, until its lease ends, is not asked without pause
 
 
@@ -323,7 +323,7 @@ class GroupRunner:
         if not self._parts.ledger.group(group_id).level.keeps_tokens:
             return None
         episode = staged[-1].episode if staged else None
-        lost = staged and (episode is None or episode.mode == _RESTART_ONLY)
+        lost = staged and (episode is None or episode.mode == RESTART_ONLY)
         return None if lost else len(staged)
 
     async def _abandon(self, group_id: str, generation_index: int, message: str, *, infrastructure: bool) -> None:
