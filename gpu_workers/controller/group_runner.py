@@ -302,15 +302,17 @@ class GroupRunner:
 
     async def _fail(self, group_id: str, sent: SiblingOrder, message: str, *, innocent: bool) -> None:
         """Whatever ran an attempt failed. It goes on from the turns and tokens that are known of it; from its beginning
-        where there are none, or where it got no further than the last time and may be to blame (not `innocent`).
+        where there are none, or on its last chance, where it got no further than the last time and these may be to
+        blame (it is not `innocent`).
         """
         index = sent.generation_index
         rollout, ledger = rollout_id(group_id, index), self._parts.ledger
         turns, tokens = self._turns_to_keep(group_id, rollout), self._tokens_of(group_id, index)
         had = (sent.turns, 0 if sent.partial is None else len(sent.partial.sampled))
-        if turns is None or not (turns or tokens) or not (innocent or (turns, tokens) > had):
-            return await self._abandon(group_id, index, message, infrastructure=True)
         failed = ledger.group(group_id).siblings[index]
+        begins_anew = not innocent and self._policy.is_last_chance(failed) and (turns or 0, tokens) <= had
+        if turns is None or not (turns or tokens) or begins_anew:
+            return await self._abandon(group_id, index, message, infrastructure=True)
         async with self._parts.barrier.mutation("interrupt") as mutation:
             ledger.interrupt(mutation, group_id, index)
         facts = {"rollout_id": rollout, "attempt": failed.attempt, "turns": turns, "tokens": tokens}

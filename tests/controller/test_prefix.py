@@ -185,17 +185,18 @@ async def test_an_interruption_counts_as_an_infrastructure_failure_of_the_siblin
     assert len(world.trace.of("attempt_interrupted")) == 3
 
 
-async def test_an_attempt_that_fails_again_where_it_went_on_begins_anew(worlds):
+async def test_an_attempt_that_fails_again_where_it_went_on_begins_anew_on_its_last_chance(worlds):
     expected = await uninterrupted(worlds())
     world = worlds()
     world.boot()
     world.generator.failures = {
-        "e0-p0_g0": [Failure(infrastructure=True, message="these tokens crash the sampler")] * 2
+        "e0-p0_g0": [Failure(infrastructure=True, message="these tokens crash the sampler")] * 5
     }
     world.generator.had = lambda rollout: 2
     await world.restore(world.plan())
     await world.train(1, 3)
-    assert len(world.trace.of("attempt_interrupted")) == len(world.trace.of("attempt_abandoned")) == 1
+    failed = (*world.trace.of("attempt_interrupted"), *world.trace.of("attempt_abandoned"))
+    assert [event["event"] for event in failed] == [*["attempt_interrupted"] * 4, "attempt_abandoned"]
     starts = [e["event"] for _, trace in world.lives for e in trace.events if e.get("rollout_id") == "e0-p0_g0"]
     assert starts[-2:] == ["attempt_dispatched", "attempt_sealed"]
     assert trained_rows(world) == expected
