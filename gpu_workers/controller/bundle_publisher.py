@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, TypeVar
 
 from gpu_workers.controller.barrier import Cut
-from gpu_workers.controller.environment_snapshot import EnvironmentSnapshot
+from gpu_workers.controller.environment_snapshot import EnvironmentSnapshot, with_episodes_of_nobody
 from gpu_workers.controller.owed import without_rows
 from gpu_workers.controller.parts import RolloutParts
 from storage.errors import MidflightError
@@ -154,6 +154,8 @@ class BundlePublisher:
             episodes = environment.check_against_cut(
                 cut, parts.ledger, is_gone=lambda group_id: group_id in parts.buffer or group_id in dropped
             )
+            timeout_s = parts.config.async_rl.rollout_timeout_s
+            episodes = with_episodes_of_nobody(cut, parts.ledger, episodes, deadline_left_s=timeout_s)
         return RolloutState(
             progress=parts.progress(cut),
             ledger=tuple(g for g in parts.ledger.capture(cut) if g.group_id not in parts.buffer),

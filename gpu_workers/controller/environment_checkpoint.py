@@ -171,8 +171,8 @@ class InstancesCheckpoint:
         return snapshot
 
     async def _prepare(self, checkpoint: str) -> list[str]:
-        """The instances that are closed now. One whose process is gone holds nothing that could be saved: the siblings
-        that it played are run again, and no snapshot waits until it is back.
+        """The instances that are closed now. One whose process is gone holds nothing that could be saved: its siblings
+        are run again from what the controller has of them, and no snapshot waits until it is back.
         """
         names = list(self._instances)
         asked = (self._instances[name].prepare(checkpoint, self._deadline()) for name in names)

@@ -1,8 +1,8 @@
 """What environments exported at a snapshot, and whether it belongs to the cut."""
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from gpu_workers.controller.barrier import Cut
 from gpu_workers.controller.recovery_ledger import RecoveryLedger
@@ -10,6 +10,7 @@ from gpu_workers.environments.ports import Exported
 from storage.errors import BrokenInvariant
 from storage.records import AttemptStatus, EpisodeRecord, LedgerGroup, Sibling, rollout_id
 
+RESTART_ONLY = "restart_only"  # the mode of environments whose state can't come back
 RUNNING = (AttemptStatus.DISPATCHED, AttemptStatus.RESUMED)
 
 
@@ -64,6 +65,26 @@ class EnvironmentSnapshot:
             _require_current(episode, sibling, [turn.key for turn in ledger.staged(episode.rollout_id)])
             kept.append(episode)
         return tuple(kept)
+
+
+def with_episodes_of_nobody(
+    cut: Cut, ledger: RecoveryLedger, kept: Sequence[EpisodeRecord], *, deadline_left_s: float
+) -> tuple[EpisodeRecord, ...]:
+    """Those that were exported (`kept`), and those that no environment has (any more, or yet) of siblings that go on in
+    their middle all the same: as they stood behind their last turn, with their whole time. By rollout.
+    """
+    cut.require_live()
+    exported, found = {episode.rollout_id for episode in kept}, list(kept)
+    for group in ledger.groups():
+        for sibling in group.siblings if group.level.keeps_tokens else ():
+            rollout = rollout_id(group.group_id, sibling.generation_index)
+            staged = ledger.staged(rollout)
+            episode = staged[-1].episode if staged else None
+            if episode is None or rollout in exported or sibling.status not in RUNNING or episode.mode == RESTART_ONLY:
+                continue
+            executed = sibling.environment_attempt
+            found.append(replace(episode, attempt=executed, deadline_left_s=deadline_left_s, parked_s=0.0))
+    return tuple(sorted(found, key=lambda episode: episode.rollout_id))
 
 
 def group_of(rollout: str) -> str:

@@ -84,6 +84,10 @@ class FailurePolicy:
         last_failure = sibling.infrastructure_failures >= self._limits.max_infrastructure_failures
         return (saw_worker_die and last_failure) or sibling.interruptions >= self._limits.max_interrupted_attempts
 
+    def is_last_chance(self, sibling: Sibling) -> bool:
+        """Whether an infrastructure failure now leaves it one attempt at most."""
+        return sibling.infrastructure_failures + 1 >= self._limits.max_infrastructure_failures
+
     def explain_interruptions(self, sibling: Sibling) -> str:
         """Why a sibling is given up that never failed in this life of the run."""
         return (

@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from gpu_workers.controller.call_peeker import CallPeeker
 from gpu_workers.controller.environment_checkpoint import EnvironmentCheckpoint
+from gpu_workers.controller.environment_snapshot import RESTART_ONLY
 from gpu_workers.controller.failed_groups import FailedGroups
 from gpu_workers.controller.failures import FailurePolicy
 from gpu_workers.controller.finalizer import Finalizer
@@ -43,7 +44,6 @@ from storage.records import (
     rollout_id,
 )
 
-_RESTART_ONLY = "restart_only"  # the mode of environments whose state can't come back
 _REFUSED_PAUSE_S = 0.05  # an environment that stays closed, until its lease ends, is not asked without pause
 
 
@@ -302,15 +302,17 @@ class GroupRunner:
 
     async def _fail(self, group_id: str, sent: SiblingOrder, message: str, *, innocent: bool) -> None:
         """Whatever ran an attempt failed. It goes on from the turns and tokens that are known of it; from its beginning
-        where there are none, or where it got no further than the last time and may be to blame (not `innocent`).
+        where there are none, or on its last chance, where it got no further than the last time and these may be to
+        blame (it is not `innocent`).
         """
         index = sent.generation_index
         rollout, ledger = rollout_id(group_id, index), self._parts.ledger
         turns, tokens = self._turns_to_keep(group_id, rollout), self._tokens_of(group_id, index)
         had = (sent.turns, 0 if sent.partial is None else len(sent.partial.sampled))
-        if turns is None or not (turns or tokens) or not (innocent or (turns, tokens) > had):
-            return await self._abandon(group_id, index, message, infrastructure=True)
         failed = ledger.group(group_id).siblings[index]
+        begins_anew = not innocent and self._policy.is_last_chance(failed) and (turns or 0, tokens) <= had
+        if turns is None or not (turns or tokens) or begins_anew:
+            return await self._abandon(group_id, index, message, infrastructure=True)
         async with self._parts.barrier.mutation("interrupt") as mutation:
             ledger.interrupt(mutation, group_id, index)
         facts = {"rollout_id": rollout, "attempt": failed.attempt, "turns": turns, "tokens": tokens}
@@ -323,7 +325,7 @@ class GroupRunner:
         if not self._parts.ledger.group(group_id).level.keeps_tokens:
             return None
         episode = staged[-1].episode if staged else None
-        lost = staged and (episode is None or episode.mode == _RESTART_ONLY)
+        lost = staged and (episode is None or episode.mode == RESTART_ONLY)
         return None if lost else len(staged)
 
     async def _abandon(self, group_id: str, generation_index: int, message: str, *, infrastructure: bool) -> None:

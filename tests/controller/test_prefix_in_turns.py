@@ -229,3 +229,41 @@ async def test_episodes_whose_generator_dies_go_on_within_their_turn_in_another_
     assert interrupted == stood
     assert not world.trace.of("attempt_abandoned")
     assert not world.audit().problems
+
+
+async def test_a_snapshot_while_no_generator_lives_holds_the_episodes_and_calls_of_the_dead_one(players):
+    expected = await uninterrupted(players())
+    world = players()
+    world.boot()
+    world.generator.llm.may_step = lambda: False
+    await world.restore(world.plan())
+    await stopped_after(world, 150)
+    await world.controller._peeker.look()
+    player, generate, back = world.generator, world.generator.generate, asyncio.Event()
+
+    async def waits(order: GroupOrder) -> AsyncGenerator[RolloutResult, None]:
+        await back.wait()
+        async for result in generate(order):
+            yield result
+
+    player.generate = waits
+    dead = player.llm
+    player.start_engine()  # with it go the episodes of the old one
+    dead.die()
+    running = world.controller.parts.ledger.admitted()
+    owed = sum(sibling.sealed is None for group in running for sibling in group.siblings)
+    await world.settle(lambda: len(world.trace.of("attempt_resumed")) == owed)
+    bundle = await world.snapshot(1)
+    stood = {event["rollout_id"]: event for event in world.trace.of("attempt_interrupted")}
+    assert max(event["turns"] for event in stood.values()) > 0
+    kept = {episode.rollout_id: episode.turn for episode in bundle.state.episodes}
+    assert kept == {rollout: event["turns"] for rollout, event in stood.items() if event["turns"]}
+    tokens = {call.rollout_id: call.num_tokens for call in bundle.state.partial_calls}
+    assert tokens == {rollout: event["tokens"] for rollout, event in stood.items() if event["tokens"]}
+    sampled = player.sampled
+    await world.kill()
+    await world.start()
+    await world.train(1, 3)
+    assert trained_rows(world) == expected
+    assert max((sampled + world.generator.sampled).values()) == 1
+    assert not world.audit().problems

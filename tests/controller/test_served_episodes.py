@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from flows.processes import free_port
 from gpu_workers.environments.environment_task import EnvironmentTask
 from gpu_workers.environments.http_messages import TOKEN_VARIABLE
 from gpu_workers.environments.served import ServedEpisodes, control_of, served_instances
-from storage.errors import ConfigurationError
+from storage.errors import ConfigurationError, InfrastructureFailure
 from storage.run_config import DataConfig
 from tests.controller.playing import Player, all_wait, begun, stand_at
 
@@ -155,6 +156,53 @@ async def test_a_server_killed_under_a_run_costs_the_attempts_that_it_held_and_n
     lost = world.trace.of("attempt_abandoned")
     assert {int(event["rollout_id"].split("_")[0].rpartition("-p")[2]) % 2 for event in lost} == {0}
     assert (await world.snapshot(2, force=True)).state is not None
+
+
+async def test_at_level_prefix_a_server_that_stays_away_for_a_while_costs_no_finished_turn(served, servers):
+    sections = {"rollout_recovery": {"target_level": "prefix"}}
+    expected = await uninterrupted(served(**sections))
+    world = served(
+        **sections, async_rl={"max_infrastructure_failures": 40, "retry_backoff_s": 0.05, "retry_backoff_max_s": 0.5}
+    )
+    await begun(world)
+    servers[0].kill()
+    without = await world.snapshot(1)
+    assert {episode.turn for episode in without.state.episodes} == {2}
+    assert {episode.instance for episode in without.state.episodes} == {"games-0", "games-1"}
+    world.generator.calls.release()
+    failed: Counter[str] = Counter()
+    while max(failed.values(), default=0) < 3:
+        await asyncio.sleep(0.01)
+        ends = (*world.trace.of("attempt_interrupted"), *world.trace.of("attempt_abandoned"))
+        failed = Counter(event["rollout_id"] for event in ends)
+    servers[0].start()
+    await world.train(1, 2)
+    assert trained_rows(world) == expected
+    assert world.trace.of("attempt_abandoned") == []
+    assert not world.audit().problems
+
+
+async def test_at_level_prefix_servers_go_on_with_episodes_whose_generator_failed(served):
+    sections = {"rollout_recovery": {"target_level": "prefix"}}
+    expected = await uninterrupted(served(**sections))
+    world = served(**sections)
+    await begun(world)
+    stood, complete = set(world.generator.calls.sampled), world.generator.calls.complete
+
+    async def fails_once(order: Any, sibling: Any, *arguments: Any, **options: Any) -> Any:
+        if sibling.environment_attempt == 0 and options["turn"] == 3:
+            raise InfrastructureFailure("the engine is out of memory")
+        return await complete(order, sibling, *arguments, **options)
+
+    world.generator.calls.complete = fails_once
+    world.generator.calls.release()
+    await world.train(1, 2)
+    assert trained_rows(world) == expected
+    interrupted = world.trace.of("attempt_interrupted")
+    assert {event["turns"] for event in interrupted} == {3}
+    assert {event["rollout_id"] for event in interrupted} >= {rollout for rollout, turn in stood}
+    assert world.trace.of("attempt_abandoned") == []
+    assert not world.audit().problems
 
 
 def test_a_server_that_is_away_refuses_the_token_or_shares_a_name_is_named_before_anything_starts(servers, monkeypatch):
