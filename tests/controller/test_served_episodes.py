@@ -24,6 +24,19 @@ from tests.controller.playing import Player, all_wait, begun, stand_at
 
 TOKEN = "a-token-of-the-test"
 
+# A kill cancels requests; anyio loses a connection whose request is cancelled at the moment it is connected. Its loop
+# holds it until that is closed, and the garbage collector finds it in whatever test comes then.
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed transport:ResourceWarning")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def lost_connections() -> Iterator[None]:
+    """Those that the tests of this module lose are collected with it."""
+    yield
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "unclosed transport", ResourceWarning)
+        gc.collect()
+
 
 class Server:
     """`python -m gpu_workers.environments.http_server`, which can be killed and started again on its port."""
@@ -89,10 +102,6 @@ async def served(make_world: Callable[..., Any], servers: list[Server]) -> Async
     await asyncio.gather(*playing, return_exceptions=True)
     for client in clients:
         await client.aclose()
-    with warnings.catch_warnings():
-        # A kill cancels requests; anyio loses a connection whose request is cancelled at the moment it is connected.
-        warnings.filterwarnings("ignore", "unclosed transport", ResourceWarning)
-        gc.collect()
 
 
 def trained_rows(world: Any) -> dict[int, str]:
