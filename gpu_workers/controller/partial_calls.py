@@ -173,14 +173,17 @@ class PartialCalls:
         return HeldTokens(len(tokens), sum(tokens))
 
     def _take(self, call: PeekedCall) -> None:
+        """Another call of this turn than the held one was sampled anew: it counts once its generator has said so
+        (`drop`), since a snapshot may hold the tokens that it does not go on from.
+        """
         held = self._held.get(call.rollout_id)
-        if held is not None and _is_same(held.record, call):
-            grown = held.tokens.grown(call.start, call.sampled)
+        if held is not None and (held.record.attempt, held.record.turn) == (call.attempt, call.turn):
+            grown = held.tokens.grown(call.start, call.sampled) if _is_same(held.record, call) else None
             if grown is not None:
                 record = replace(held.record, finish_reason=call.finish_reason)
                 self._held[call.rollout_id] = replace(held, record=record, tokens=grown)
+            if grown is not None or len(held.tokens):
                 return
-        self._held.pop(call.rollout_id, None)
         if call.start == 0:
             record = PartialCall(
                 rollout_id=call.rollout_id,

@@ -29,6 +29,9 @@ from storage.run_config import RunConfig
 # Of the longest time that a look at the running calls may take: who does not answer by then must not cost the others'
 # answers, which the caller waits for no longer than that time.
 _OWN_SHARE = 0.8
+# A dead engine's actor is asked once, for all the tokens that it has, by nobody who holds a snapshot up: it may take as
+# long as so many looks, which is less than the restart that waits for it.
+_SALVAGE_LOOKS = 5
 
 
 class LiveGenerator(Protocol):
@@ -206,14 +209,17 @@ class SupervisedGenerators:
 
     async def _salvage(self, slot: _Slot, dead: LiveGenerator) -> None:
         """What the actor of a dead engine still knows, before the restart ends it."""
-        slot.salvage = Salvage(await self._peek(slot, dead, None))
+        slot.salvage = Salvage(await self._peek(slot, dead, None, looks=_SALVAGE_LOOKS))
 
-    async def _peek(self, slot: _Slot, live: LiveGenerator, wanted: Mapping[str, KnownCall] | None) -> Peek:
+    async def _peek(
+        self, slot: _Slot, live: LiveGenerator, wanted: Mapping[str, KnownCall] | None, *, looks: int = 1
+    ) -> Peek:
+        limit_s = looks * self._peek_s
         try:
-            async with asyncio.timeout(self._peek_s):
+            async with asyncio.timeout(limit_s):
                 return await live.peek(wanted)
         except (MidflightError, TimeoutError) as error:
-            reason = str(error) or f"no answer within {self._peek_s} s"
+            reason = str(error) or f"no answer within {limit_s:g} s"
             self._trace.record("peek_failed", index=slot.index, reason=reason[:500])
             return Peek()
 

@@ -104,3 +104,42 @@ async def test_a_name_that_is_taken_is_refused_and_nothing_is_written(make_world
         with pytest.raises(ConfigurationError, match=f"holds a run '{taken}' already: choose another name"):
             fork(world.store, RunLayout("run"), early.manifest.sequence, taken)
     assert len(world.store.changes()) == changes
+
+
+async def test_a_fork_goes_on_within_the_responses_that_its_snapshot_held(make_world):
+    world = make_world(rollout_recovery={"target_level": "prefix"}, algorithm={"max_steps": 6})
+    world.boot()
+    first = set(world.passed_by(4))
+    world.generator.held = lambda group_id, index: group_id not in first
+    world.generator.had = lambda rollout: 2
+    await world.restore(world.plan())
+    await world.train(1, 1)
+    await world.settle(lambda: sum(not rollout.startswith(tuple(first)) for rollout in world.generator.calls) >= 4)
+    source = await world.snapshot(1, force=True)
+    assert source.state.partial_calls
+    await world.kill()
+    world.audit()
+    fork(world.store, RunLayout("run"), source.manifest.sequence, "second")
+    world.config = world.config.model_copy(update={"name": "second"})
+    world.boot()
+    world.generator.held = lambda group_id, index: True
+    world.generator.had = lambda rollout: 3
+    await world.restore(world.plan())
+    (restored,) = world.trace.of("checkpoint_restored")
+    assert restored["calls_continued"] == len(source.state.partial_calls)
+    await world.settle(lambda: bool(world.generator.calls))
+    own = await world.snapshot(1, force=True)
+    assert {call.num_tokens for call in own.state.partial_calls} <= {2, 3}
+    await world.kill()
+    lives, world.lives = world.lives, world.lives[-1:]
+    assert world.audit().problems == []
+    world.lives = lives
+    fork(world.store, RunLayout("second"), own.manifest.sequence, "third")
+    world.config = world.config.model_copy(update={"name": "third"})
+    await world.start()
+    await world.train(2, 4)
+    await world.kill()
+    world.lives = world.lives[-1:]
+    audit = world.audit()
+    assert audit.problems == []
+    assert audit.owners["trained"] >= 16

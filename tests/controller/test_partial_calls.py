@@ -106,6 +106,18 @@ def test_a_call_of_a_later_turn_counts_once_the_turn_before_it_has_arrived():
     assert scene.held(turn=1) == [0, 1]
 
 
+@pytest.mark.parametrize("other", [{"prompt_digest": "other"}, {"sampling": replace(SAMPLING, temperature=0.7)}, {}])
+@pytest.mark.parametrize("anew", [2, 4, 6])
+def test_tokens_stay_until_the_generator_says_that_it_samples_the_call_anew(other, anew):
+    scene, fresh = Scene(), replace(found(anew, version=1), **other)
+    scene.look(found(4))
+    scene.look(fresh)
+    assert scene.held() == [0, 1, 2, 3]
+    scene.calls.drop(scene.mutation, ROLLOUT)
+    scene.look(fresh)
+    assert scene.held() == [1000 + n for n in range(anew)]
+
+
 def test_what_has_ended_or_is_of_another_attempt_is_no_news():
     scene = Scene()
     assert not scene.calls.is_news(replace(found(4), attempt=1))

@@ -395,3 +395,25 @@ async def test_however_checkpoints_are_saved_and_loaded_calls_go_on_and_the_book
     await world.start()
     await world.train(world.controller.parts.state.train_steps + 1, 4)
     assert not world.audit().problems
+
+
+async def test_a_prompt_that_kills_its_generator_is_given_up_within_its_budget_over_restarts_too(worlds):
+    limits = {"max_infrastructure_failures": 3, "retry_backoff_s": 0.001, "retry_backoff_max_s": 0.002}
+    world = worlds(async_rl={"max_lookahead_versions": 0, **limits})
+    for life in range(2):
+        world.boot()
+        deaths = [WorkerDied("generator 0 died") for _ in range(2)]
+        world.generator.failures = {"e0-p0_g0": deaths}
+        world.generator.held = lambda group_id, index, deaths=deaths: (group_id, index) != ("e0-p0", 0) or not deaths
+        world.generator.had = lambda rollout, life=life: 1 + life
+        await world.restore(world.plan())
+        end = "prompt_dropped" if life else "attempt_interrupted"
+        await world.settle(lambda end=end, life=life: len(world.trace.of(end)) == 2 - life)
+        await world.snapshot(1, force=True)
+        await world.kill()
+    await world.start()
+    await world.train(1, 3)
+    (dropped,) = [event for _, trace in world.lives for event in trace.of("prompt_dropped")]
+    assert (dropped["group_id"], dropped["place"]) == ("e0-p0", "replaced")
+    assert "e0-p0" not in [group for groups in world.history().values() for group in groups]
+    assert not world.audit().problems
