@@ -189,6 +189,7 @@ async def test_at_level_prefix_a_server_that_stays_away_for_a_while_costs_no_fin
     assert trained_rows(world) == expected
     assert world.trace.of("attempt_abandoned") == []
     assert not world.audit().problems
+    await world.kill()
 
 
 async def test_at_level_prefix_servers_go_on_with_episodes_whose_generator_failed(served):
@@ -212,6 +213,7 @@ async def test_at_level_prefix_servers_go_on_with_episodes_whose_generator_faile
     assert {event["rollout_id"] for event in interrupted} >= {rollout for rollout, turn in stood}
     assert world.trace.of("attempt_abandoned") == []
     assert not world.audit().problems
+    await world.kill()
 
 
 def test_a_server_that_is_away_refuses_the_token_or_shares_a_name_is_named_before_anything_starts(servers, monkeypatch):
