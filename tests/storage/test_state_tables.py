@@ -141,7 +141,7 @@ def partial_calls(draw: st.DrawFn, group: LedgerGroup) -> tuple[PartialCall, ...
 @st.composite
 def _partial_call(draw: st.DrawFn, rollout: str, attempt: int) -> PartialCall:
     key = call_key(rollout, attempt=attempt, turn=0)
-    ends = sorted(draw(st.sets(st.integers(1, 2**62), min_size=1, max_size=3)))
+    ends = sorted(draw(st.sets(st.integers(1, 2**31 - 1), min_size=1, max_size=3)))
     return PartialCall(
         rollout_id=rollout,
         attempt=attempt,
