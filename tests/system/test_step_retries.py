@@ -26,7 +26,7 @@ SETTINGS = {
     "algorithm.num_prompts_per_step": PROMPTS,
     "algorithm.microbatch_rows": GENERATIONS,  # a call for each group
     "async_rl.min_groups_for_streaming_train": 2,
-    "generation.max_num_seqs": 4,
+    "generation.max_num_seqs": 1,  # a step is asked for long before its last group is finished
 }
 
 
