@@ -100,7 +100,7 @@ def _reuse(stop: StopCost) -> dict[str, Any]:
         "groups_continued": stop.groups_unfinished,
         "siblings_reused": stop.siblings_reused,
         "siblings_rerun": stop.siblings_rerun,
-        "episodes_resumed": stop.siblings_resumed,
+        "siblings_resumed": stop.siblings_resumed,
         "turns_kept": stop.turns_kept,
         "calls_continued": stop.calls_continued,
         "tokens_continued": stop.tokens_continued,
