@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gpu_workers.controller.ports import SampledTokens
-
-_NONE = SampledTokens(np.empty(0, np.int32), np.empty(0, np.float32), (), ())
+from gpu_workers.controller.sampled_tokens import joined, part_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,41 +51,3 @@ class CallTokens:
         """Whether these are the other ones grown, and no others that look like them."""
         own = self.parts[: len(other.parts)]
         return len(own) == len(other.parts) and all(a is b for a, b in zip(own, other.parts, strict=True))
-
-
-def part_of(sampled: SampledTokens, start: int, end: int) -> SampledTokens:
-    """Tokens `start` to `end` (exclusive), with their spans."""
-    if (start, end) == (0, len(sampled)):
-        return sampled
-    if start >= end:
-        return _NONE
-    spans = list(zip(sampled.version_starts, sampled.versions, strict=True))
-    before = [span for span in spans if span[0] <= start][-1:]
-    inside = [span for span in spans if start < span[0] < end]
-    return SampledTokens(
-        sampled.token_ids[start:end],
-        sampled.logprobs[start:end],
-        tuple(max(first - start, 0) for first, _ in before + inside),
-        tuple(version for _, version in before + inside),
-    )
-
-
-def joined(parts: Sequence[SampledTokens]) -> SampledTokens:
-    """All tokens one after the other; neighbouring spans of one version are one span."""
-    if len(parts) < 2:
-        return parts[0] if parts else _NONE
-    starts: list[int] = []
-    versions: list[int] = []
-    length = 0
-    for part in parts:
-        for start, version in zip(part.version_starts, part.versions, strict=True):
-            if not versions or versions[-1] != version:
-                starts.append(length + start)
-                versions.append(version)
-        length += len(part)
-    return SampledTokens(
-        np.concatenate([part.token_ids for part in parts]),
-        np.concatenate([part.logprobs for part in parts]),
-        tuple(starts),
-        tuple(versions),
-    )

@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from gpu_workers.controller.ports import KnownCall, Peek, PeekedCall, SampledTokens, SiblingOrder, SiblingResult
+from gpu_workers.controller.sampled_tokens import from_token, joined
 from gpu_workers.generation.capture import Completion, tokens_of
 from gpu_workers.generation.engine_requests import CallUnreadable, RunningRequest, RunningRequests
+from gpu_workers.generation.known_calls import first_to_send, is_outdated
 from gpu_workers.generation.model_call import ModelCall
-from gpu_workers.generation.sampled_tokens import first_to_send, from_token, is_outdated, joined
 
 
 def blames_prompt(result: SiblingResult | None) -> bool:
@@ -98,7 +99,7 @@ class BookedCall:
         before, request = len(self._started_from), self._found()
         if request is None or start < before:
             first = from_token(self._started_from, start)
-            return joined(first, request.sampled(0)) if request else first
+            return joined((first, request.sampled(0))) if request else first
         return request.sampled(start - before)
 
     def _found(self) -> RunningRequest | None:

@@ -7,7 +7,7 @@ from typing import Any
 import pyarrow as pa
 
 from gpu_workers.controller.ports import GroupOrder, SampledTokens, SiblingOrder
-from gpu_workers.generation.sampled_tokens import sampled_tokens
+from gpu_workers.controller.sampled_tokens import sampled_tokens
 from storage.errors import BrokenInvariant
 from storage.records import RowKind, call_key, rollout_id
 from storage.schemas import STAGED_CALLS, row_digest

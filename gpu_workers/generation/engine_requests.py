@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from gpu_workers.controller.ports import SampledTokens
+from gpu_workers.controller.sampled_tokens import NO_TOKENS, sampled_tokens, spans_between
 from gpu_workers.generation.capture import version_of_label
-from gpu_workers.generation.sampled_tokens import NO_TOKENS, sampled_tokens, spans_from
 
 
 class CallUnreadable(Exception):
@@ -83,5 +83,5 @@ class EngineRequest:
                 f"the engine holds {len(token_ids)} tokens with {len(logprobs)} log-probabilities and the weight "
                 f"version spans {spans!r}, which do not fit"
             )
-        starts, versions = spans_from(starts, versions, len(token_ids), start)
+        starts, versions = spans_between(starts, versions, start, len(token_ids))
         return sampled_tokens(token_ids[start:], logprobs[start:], starts, versions)  # a long one is not copied again

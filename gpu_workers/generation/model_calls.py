@@ -8,13 +8,13 @@ from typing import Any
 
 from gpu_workers.controller.failures import is_infrastructure
 from gpu_workers.controller.ports import DiscardedPartial, GroupOrder, RolloutResult, SampledTokens, SiblingOrder
+from gpu_workers.controller.sampled_tokens import NO_TOKENS, joined
 from gpu_workers.generation.call_book import BookedCall, CallBook
 from gpu_workers.generation.capture import Completion, completion_from, completion_of, tokens_of
 from gpu_workers.generation.counter_seeds import sampling_seed
 from gpu_workers.generation.engine import Engine
 from gpu_workers.generation.engine_requests import EngineRequests
 from gpu_workers.generation.model_call import ModelCall
-from gpu_workers.generation.sampled_tokens import NO_TOKENS, joined
 from storage.errors import DataFailure, InfrastructureFailure
 from storage.run_config import RunConfig
 
@@ -104,7 +104,7 @@ class ModelCalls:
             raise InfrastructureFailure(
                 f"{self._name}: {call.request_id} ended with {sampled.finish_reason!r}; try again"
             )
-        return completion_from(joined(begun, tokens_of(sampled)), sampled.finish_reason) if len(begun) else sampled
+        return completion_from(joined((begun, tokens_of(sampled))), sampled.finish_reason) if len(begun) else sampled
 
     async def _last_output(self, token_ids: list[int], params: Any, request: str) -> Any:
         """vLLM's finished output; its errors become failures of this project."""

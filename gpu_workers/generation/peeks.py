@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 from gpu_workers.controller.ports import KnownCall, Peek, PeekedCall
-from gpu_workers.generation.sampled_tokens import news
+from gpu_workers.generation.known_calls import news
 
 
 def merged(peeks: Iterable[Peek]) -> Peek:

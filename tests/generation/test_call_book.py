@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from gpu_workers.controller.ports import Failure, KnownCall, Peek, PeekedCall, SiblingOrder, SiblingResult
+from gpu_workers.controller.sampled_tokens import sampled_tokens
 from gpu_workers.generation.call_book import CallBook, blames_prompt
 from gpu_workers.generation.engine_requests import EngineRequests
 from gpu_workers.generation.peek_wire import pack_peek, unpack_peek
-from gpu_workers.generation.sampled_tokens import sampled_tokens
 from storage.records import CallSampling
 from tests.generation.fake_engine import FakeLlm, Life, order, turns
 

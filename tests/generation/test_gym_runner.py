@@ -18,6 +18,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from gpu_workers.controller.ports import DiscardedPartial, GroupOrder, PartialCompletion, RolloutResult, SiblingOrder
+from gpu_workers.controller.sampled_tokens import sampled_tokens
 from gpu_workers.environments.agents import require_agents, require_reachable
 from gpu_workers.environments.gym_run import GymAgents
 from gpu_workers.environments.gym_task import GymTask
@@ -26,7 +27,6 @@ from gpu_workers.generation.capture import Completion
 from gpu_workers.generation.gym_rollouts import GymRollouts
 from gpu_workers.generation.gym_runner import PLAYED_BY_AGENT, GymRunner
 from gpu_workers.generation.model_server import ModelServer, build_model_app
-from gpu_workers.generation.sampled_tokens import sampled_tokens
 from gpu_workers.models.tokenizer import END_TOKEN_ID, CharTokenizer
 from storage.errors import ConfigurationError, InfrastructureFailure
 from storage.records import CallSampling, Prompt, PromptRef

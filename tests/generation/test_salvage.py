@@ -15,8 +15,8 @@ from gpu_workers.controller.ports import (
     SiblingResult,
     WeightsRef,
 )
+from gpu_workers.controller.sampled_tokens import sampled_tokens
 from gpu_workers.generation.peeks import Salvage, merged
-from gpu_workers.generation.sampled_tokens import sampled_tokens
 from gpu_workers.generation.supervision import SupervisedGenerators
 from storage.errors import InfrastructureFailure, WorkerDied
 from storage.records import CallSampling, Prompt, PromptRef

@@ -11,13 +11,13 @@ import torch
 from transformers import Qwen2ForCausalLM
 
 from gpu_workers.controller.ports import DiscardedPartial, GroupOrder, PartialCompletion, RolloutResult, SiblingOrder
+from gpu_workers.controller.sampled_tokens import sampled_tokens
 from gpu_workers.environments.tasks import build_task
 from gpu_workers.generation.capture import Completion
 from gpu_workers.generation.counter_seeds import sampling_seed
 from gpu_workers.generation.engine import Engine, start_engine
 from gpu_workers.generation.model_calls import ModelCalls
 from gpu_workers.generation.runtime_env import generator_env
-from gpu_workers.generation.sampled_tokens import sampled_tokens
 from gpu_workers.generation.sibling_runner import SiblingRunner
 from gpu_workers.models.tiny import ensure_model
 from storage.records import Prompt, PromptRef

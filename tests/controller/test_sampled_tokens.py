@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_workers.controller.ports import SampledTokens
-from gpu_workers.generation.sampled_tokens import NO_TOKENS, from_token, joined, sampled_tokens
+from gpu_workers.controller.sampled_tokens import NO_TOKENS, from_token, joined, part_of, sampled_tokens
 
 
 def of_versions(versions: list[int]) -> SampledTokens:
@@ -31,7 +31,15 @@ VERSIONS = st.lists(st.integers(0, 2), max_size=12)
 @given(VERSIONS, st.integers(0, 13))
 def test_what_is_cut_in_two_joins_to_the_whole(versions: list[int], cut: int):
     whole = of_versions(versions)
-    assert plain(joined(beginning(versions, cut), from_token(whole, cut))) == plain(whole)
+    assert plain(joined((beginning(versions, cut), from_token(whole, cut)))) == plain(whole)
+
+
+@given(VERSIONS, st.integers(0, 13), st.integers(0, 13))
+def test_a_part_is_that_of_its_tokens_alone(versions: list[int], start: int, end: int):
+    start, end = sorted((min(start, len(versions)), min(end, len(versions))))
+    part, alone = part_of(of_versions(versions), start, end), of_versions(versions[start:end])
+    assert (part.version_starts, part.versions) == (alone.version_starts, alone.versions)
+    assert part.token_ids.tolist() == list(range(100 + start, 100 + end))
 
 
 @given(VERSIONS, st.integers(0, 13))
@@ -43,5 +51,5 @@ def test_the_rest_has_its_own_spans_counted_from_its_first_token(versions: list[
 
 
 def test_nothing_is_joined_to_nothing():
-    assert plain(joined(NO_TOKENS, NO_TOKENS)) == ([], [], (), ())
+    assert plain(joined((NO_TOKENS, NO_TOKENS))) == ([], [], (), ())
     assert (NO_TOKENS.token_ids.dtype, NO_TOKENS.logprobs.dtype) == (np.int32, np.float32)
