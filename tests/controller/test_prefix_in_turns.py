@@ -161,25 +161,35 @@ async def stopped_after(world: Any, tokens: int) -> None:
         await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize("tokens", [30, 100, 170, 230])
-async def test_an_episode_killed_within_a_turn_goes_on_within_it(players, tokens):
-    expected = await uninterrupted(players())
-    world = players()
+async def running_with(world: Any, tokens: int) -> None:
+    """A started run whose engine stands still after so many tokens."""
     world.boot()
     world.generator.llm.may_step = lambda: False
     await world.restore(world.plan())
     await stopped_after(world, tokens)
+
+
+async def ends_like(world: Any, expected: Mapping[int, str], sampled: Counter[tuple[str, int]]) -> None:
+    """Started again, the run trains the expected rows and samples nothing of what was sampled before."""
+    await world.start()
+    await world.train(1, 3)
+    assert trained_rows(world) == expected
+    assert max((sampled + world.generator.sampled).values()) == 1
+    assert not world.audit().problems
+
+
+@pytest.mark.parametrize("tokens", [30, 100, 170, 230])
+async def test_an_episode_killed_within_a_turn_goes_on_within_it(players, tokens):
+    expected = await uninterrupted(players())
+    world = players()
+    await running_with(world, tokens)
     bundle = await world.snapshot(1)
     turns = {episode.rollout_id: episode.turn for episode in bundle.state.episodes}
     assert bundle.state.partial_calls
     assert {call.rollout_id: call.turn for call in bundle.state.partial_calls}.items() <= turns.items()
     sampled = world.generator.sampled
     await world.kill()
-    await world.start()
-    await world.train(1, 3)
-    assert trained_rows(world) == expected
-    assert max((sampled + world.generator.sampled).values()) == 1
-    assert not world.audit().problems
+    await ends_like(world, expected, sampled)
 
 
 async def test_an_episode_killed_twice_within_one_turn_ends_like_one_that_was_never_killed(players):
@@ -187,28 +197,18 @@ async def test_an_episode_killed_twice_within_one_turn_ends_like_one_that_was_ne
     world = players()
     sampled: Counter[tuple[str, int]] = Counter()
     for tokens in (40, 24, 24):
-        world.boot()
-        world.generator.llm.may_step = lambda: False
-        await world.restore(world.plan())
-        await stopped_after(world, tokens)
+        await running_with(world, tokens)
         bundle = await world.snapshot(1)
         assert bundle.state.partial_calls
         sampled += world.generator.sampled
         await world.kill()
-    await world.start()
-    await world.train(1, 3)
-    assert trained_rows(world) == expected
-    assert max((sampled + world.generator.sampled).values()) == 1
-    assert not world.audit().problems
+    await ends_like(world, expected, sampled)
 
 
 async def test_episodes_whose_generator_dies_go_on_within_their_turn_in_another_one(players):
     expected = await uninterrupted(players())
     world = players()
-    world.boot()
-    world.generator.llm.may_step = lambda: False
-    await world.restore(world.plan())
-    await stopped_after(world, 150)
+    await running_with(world, 150)
     await world.controller._peeker.look()
     player, ledger = world.generator, world.controller.parts.ledger
     stood = {
@@ -234,10 +234,7 @@ async def test_episodes_whose_generator_dies_go_on_within_their_turn_in_another_
 async def test_a_snapshot_while_no_generator_lives_holds_the_episodes_and_calls_of_the_dead_one(players):
     expected = await uninterrupted(players())
     world = players()
-    world.boot()
-    world.generator.llm.may_step = lambda: False
-    await world.restore(world.plan())
-    await stopped_after(world, 150)
+    await running_with(world, 150)
     await world.controller._peeker.look()
     player, generate, back = world.generator, world.generator.generate, asyncio.Event()
 
@@ -262,8 +259,4 @@ async def test_a_snapshot_while_no_generator_lives_holds_the_episodes_and_calls_
     assert tokens == {rollout: event["tokens"] for rollout, event in stood.items() if event["tokens"]}
     sampled = player.sampled
     await world.kill()
-    await world.start()
-    await world.train(1, 3)
-    assert trained_rows(world) == expected
-    assert max((sampled + world.generator.sampled).values()) == 1
-    assert not world.audit().problems
+    await ends_like(world, expected, sampled)
